@@ -1,0 +1,244 @@
+"""AdamW on one piece of a stage: merge the split weights, update, split again, block by block and in place.
+
+It does not read or write storage, choose steps or learning rates, or clip. `split.py` has the weights' format,
+`schedules.py` the learning rates; the scheduler says which tensors were touched and counts their steps.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hoist.optim.errors import HyperparameterError
+from hoist.optim.split import SPLIT_BLOCK_ELEMENTS, has_nan, make_nans_canonical, merge_block, split_block
+
+#: Segments start on multiples of this. torch's fused kernel gives whole tensors' bits in pieces that are cut on
+#: multiples of 16 elements, and a tensor starts on a multiple of 64 of its stage (256 bytes).
+SEGMENT_ALIGN_ELEMENTS = 64
+#: The fused kernel takes the step count as a float32, which holds every whole number up to this one.
+MAX_ADAM_STEP = 2**24
+#: A gap between two segments that is wider than this is not merged and split along with them.
+_MAX_GAP_ELEMENTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWHyperparameters:
+    """What AdamW runs with. Raises :class:`HyperparameterError` on what torch.optim.AdamW refuses, NaN and inf."""
+
+    lr: float
+    """Peak learning rate; a schedule may scale it. Finite, not negative."""
+    betas: tuple[float, float]
+    """Decay rates of ``exp_avg`` and ``exp_avg_sq``, each in [0, 1)."""
+    eps: float
+    """Added to the root of the second moment. Finite, not negative; 0 gives NaN where every gradient so far was 0."""
+    weight_decay: float
+    """Decoupled weight decay, multiplied by the step's learning rate. Finite, not negative."""
+
+    def __post_init__(self) -> None:
+        for field, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not (math.isfinite(value) and value >= 0.0):
+                raise HyperparameterError(f"{field} must be a finite number of at least 0, got {value!r}")
+        if len(self.betas) != 2:
+            raise HyperparameterError(f"betas must be two numbers, got {self.betas!r}")
+        for index, beta in enumerate(self.betas):
+            if not 0.0 <= beta < 1.0:
+                raise HyperparameterError(f"betas[{index}] must be at least 0 and below 1, got {beta!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentUpdate:
+    """What happens to the part of one tensor that lies in a piece. Raises ValueError on an illegal cut or step."""
+
+    start: int
+    """First element, counted in the piece; a multiple of 64, so that the bits are those of the whole tensor."""
+    stop: int
+    """One past the last element; more than ``start``. Where the tensor goes on in the next piece: a multiple of 64."""
+    adam_step: int
+    """The tensor's count of updates, this one included: 1 at its first."""
+    lr: float
+    """Learning rate of this update."""
+    weight_decay: float
+    """Weight decay of this tensor; see :func:`decay_for`."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.start % SEGMENT_ALIGN_ELEMENTS:
+            raise ValueError(f"segment start must be a multiple of {SEGMENT_ALIGN_ELEMENTS} elements, got {self.start}")
+        if self.stop <= self.start:
+            raise ValueError(f"segment stop must be more than its start {self.start}, got {self.stop}")
+        if not 1 <= self.adam_step <= MAX_ADAM_STEP:
+            raise ValueError(f"adam_step must be 1 to {MAX_ADAM_STEP}, this update included, got {self.adam_step}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceReport:
+    """What :meth:`PieceUpdater.update` did to one piece."""
+
+    num_elements: int
+    """Elements updated."""
+    learning_rates: tuple[float, ...]
+    """The distinct rates that were handed to the kernel, ascending."""
+
+
+def decay_for(name: str, shape: Sequence[int], weight_decay: float, *, no_decay_norms: bool) -> float:
+    """The weight decay of one tensor: ``weight_decay``, or 0 for biases and norms if ``no_decay_norms``.
+
+    A bias or norm is what has at most one dimension, or a name whose last part is ``bias``: the usual rule, which needs
+    no knowledge of the model. Without ``no_decay_norms`` everything decays, as in torch.
+    """
+    if no_decay_norms and (len(shape) <= 1 or name.rpartition(".")[2] == "bias"):
+        return 0.0
+    return weight_decay
+
+
+class PieceUpdater:
+    """Runs AdamW on pieces. Holds two blocks of scratch (2 MiB); calls from several threads take turns.
+
+    Same bits as ``torch.optim.AdamW(fused=True)`` on whole tensors, for any cut into pieces and blocks and any number
+    of torch threads. The caller sets torch's threads. amsgrad and maximize are not supported.
+    """
+
+    def __init__(self, hyperparameters: AdamWHyperparameters, *, block_elements: int = SPLIT_BLOCK_ELEMENTS) -> None:
+        """``block_elements`` (a multiple of 64) bounds the scratch; it doesn't change results."""
+        if block_elements <= 0 or block_elements % SEGMENT_ALIGN_ELEMENTS:
+            raise ValueError(f"block_elements must be a multiple of {SEGMENT_ALIGN_ELEMENTS}, got {block_elements}")
+        self._betas = hyperparameters.betas
+        self._eps = hyperparameters.eps
+        self._block_elements = block_elements
+        #: The merged weights of one block; valid only while ``_lock`` is held. Freed with this object.
+        self._weights = torch.empty(block_elements, dtype=torch.float32)
+        #: Second operand of the merge; same life.
+        self._scratch = torch.empty(block_elements, dtype=torch.int32)
+        #: Guards the two blocks.
+        self._lock = threading.Lock()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of memory this object holds."""
+        return self._weights.nbytes + self._scratch.nbytes
+
+    def update(
+        self,
+        *,
+        weight_hi: Tensor,
+        weight_lo: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        gradient: Tensor,
+        segments: Sequence[SegmentUpdate],
+    ) -> PieceReport:
+        """Update the segments of one piece in place; every other element keeps its bits.
+
+        All tensors are flat, contiguous views of the same piece of n elements on the CPU: ``weight_hi`` and
+        ``weight_lo`` int16 or uint16 (see `split.py`), the moments and ``gradient`` float32. ``gradient`` may be
+        shorter than n, as long as it covers every segment, and is only read. ``segments`` ascend and don't overlap; a
+        tensor whose gradient is None is simply not among them, one whose gradient is zero is, and decays.
+
+        A NaN that arises in a weight stays NaN. Raises ValueError before anything is changed if an argument is not as
+        said. Should the kernel itself raise, weights and moments of the piece may be partly updated: its chunk must be
+        read again from its committed slot.
+        """
+        _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient)
+        _check_segments(segments, min(weight_hi.numel(), gradient.numel()))
+        hi_bits, lo_bits = weight_hi.view(torch.int16), weight_lo.view(torch.int16)
+        with self._lock, torch.no_grad():
+            for run in _runs(segments, self._block_elements):
+                start, stop = run[0][0], run[-1][1]
+                hi, lo = hi_bits[start:stop], lo_bits[start:stop]
+                weights = self._weights[: stop - start]
+                patterns = weights.view(torch.int32)
+                merge_block(hi, lo, patterns, self._scratch[: stop - start])
+                self._step(weights, start, run, exp_avg, exp_avg_sq, gradient)
+                if has_nan(weights):
+                    for begin, end, _ in run:
+                        make_nans_canonical(weights[begin - start : end - start])
+                split_block(patterns, hi, lo)
+        return PieceReport(
+            num_elements=sum(segment.stop - segment.start for segment in segments),
+            learning_rates=tuple(sorted({segment.lr for segment in segments})),
+        )
+
+    def _step(
+        self, weights: Tensor, offset: int, run: _Run, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor
+    ) -> None:
+        """One kernel call for each distinct (lr, weight_decay) in the run; ``weights`` begins at element ``offset``."""
+        groups: dict[tuple[float, float], _Run] = {}
+        for part in run:
+            groups.setdefault((part[2].lr, part[2].weight_decay), []).append(part)
+        for (lr, weight_decay), parts in groups.items():
+            torch._fused_adamw_(
+                [weights[begin - offset : end - offset] for begin, end, _ in parts],
+                [gradient[begin:end] for begin, end, _ in parts],
+                [exp_avg[begin:end] for begin, end, _ in parts],
+                [exp_avg_sq[begin:end] for begin, end, _ in parts],
+                [],  # amsgrad's
+                [torch.full((), segment.adam_step, dtype=torch.float32) for _, _, segment in parts],
+                lr=lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                weight_decay=weight_decay,
+                eps=self._eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+#: Parts of segments that are worked on together: (first element, one past the last, segment), ascending.
+_Run = list[tuple[int, int, SegmentUpdate]]
+
+
+def _runs(segments: Sequence[SegmentUpdate], block_elements: int) -> Iterator[_Run]:
+    """Cut segments at multiples of ``block_elements`` of the piece and gather neighbours that share a block.
+
+    Gaps of alignment padding are merged and split along with a run, which gives their bits back; over a wider gap (an
+    untouched tensor) that would be wasted work, so a new run begins.
+    """
+    run: _Run = []
+    for segment in segments:
+        begin = segment.start
+        while begin < segment.stop:
+            block = begin // block_elements
+            end = min(segment.stop, (block + 1) * block_elements)
+            if run and (block != run[0][0] // block_elements or begin - run[-1][1] > _MAX_GAP_ELEMENTS):
+                yield run
+                run = []
+            run.append((begin, end, segment))
+            begin = end
+    if run:
+        yield run
+
+
+def _check_piece(weight_hi: Tensor, weight_lo: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor) -> None:
+    """Raise ValueError unless the tensors are what :meth:`PieceUpdater.update` takes."""
+    halves, floats = (torch.int16, torch.uint16), (torch.float32,)
+    for name, tensor, dtypes in (
+        ("weight_hi", weight_hi, halves),
+        ("weight_lo", weight_lo, halves),
+        ("exp_avg", exp_avg, floats),
+        ("exp_avg_sq", exp_avg_sq, floats),
+        ("gradient", gradient, floats),
+    ):
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {tensor.dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be flat, contiguous and on the CPU, "
+                f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}, device {tensor.device}"
+            )
+        if name != "gradient" and tensor.numel() != weight_hi.numel():
+            raise ValueError(f"{name} must have weight_hi's {weight_hi.numel()} elements, got {tensor.numel()}")
+
+
+def _check_segments(segments: Sequence[SegmentUpdate], num_elements: int) -> None:
+    """Raise ValueError unless segments ascend, don't overlap and end within ``num_elements``."""
+    last_stop = 0
+    for segment in segments:
+        if segment.start < last_stop:
+            raise ValueError(f"segments must ascend without overlap: one starts at {segment.start}, before {last_stop}")
+        if segment.stop > num_elements:
+            raise ValueError(f"segment ends at {segment.stop}, past the {num_elements} elements of piece and gradient")
+        last_stop = segment.stop

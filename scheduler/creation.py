@@ -1,0 +1,164 @@
+"""Fills a new store with initial weights, one stage at a time, inside the run's own buffers; then commits step 0.
+
+Where the values come from is the caller's: transformers' initialisation (`stages.py`) or a checkpoint (`tools/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoist.optim.split import split
+from hoist.scheduler.errors import ModelError
+from hoist.scheduler.setup import Setup
+from hoist.scheduler.stages import Stage, StagedModel
+from hoist.tiers import checksum
+from hoist.tiers.checksum import ChunkChecksum
+from hoist.tiers.format import StateArray
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import StageLayout
+from hoist.tiers.store import Store
+
+#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: own dtype) view with the tensor's shape.
+#: The last argument is memory that it may use for staging, uint8, 4 KiB-aligned.
+Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
+Progress = Callable[[str, int, int], None]
+
+
+def initialised(seed: int) -> Source:
+    """Weights as transformers would initialise them, deterministic in ``seed``."""
+
+    def fill(stage: Stage, values: Mapping[str, Tensor], staging: Tensor) -> None:
+        stage.initialise(values, seed=seed)
+
+    return fill
+
+
+def create_store(
+    directory: Path,
+    *,
+    model: StagedModel,
+    setup: Setup,
+    engine: IoEngine,
+    source: Source,
+    attributes: Mapping[str, Any],
+    run: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Store:
+    """Create a store, fill it stage by stage from ``source`` and commit it as step 0.
+
+    Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
+    and done and total bytes. Raises StoreRefusedError with nothing changed, ModelError on weights that are not finite,
+    whatever ``source`` raises, TransferError; after those the directory holds no store that opens.
+    """
+
+    def report(what: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    store = Store.create(
+        directory,
+        layouts=setup.layouts,
+        attributes=attributes,
+        engine=engine,
+        scratch_bytes=setup.scratch_activation_bytes + setup.scratch_gradient_bytes,
+        fresh=fresh,
+        progress=report("reserving space"),
+    )
+    try:
+        _fill(store, model, setup, engine, source, report("writing weights"))
+        names = [placed.spec.name for layout in setup.layouts for placed in layout.trainable]
+        store.commit(step=0, adam_steps=dict.fromkeys(names, 0), run=dict(run or {}))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _fill(
+    store: Store,
+    model: StagedModel,
+    setup: Setup,
+    engine: IoEngine,
+    source: Source,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    places = setup.places()
+    total = sum(layout.num_elements for layout in setup.layouts)
+    done = 0
+    try:
+        for stage, layout in zip(model.stages, setup.layouts, strict=True):
+            stage_places = places.stages[layout.index]
+            stage_places.weights.zero_()
+            stage_places.frozen.zero_()
+            owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
+            source(stage, owned, stage_places.gradients.view(torch.uint8))
+            _refuse_non_finite(owned)
+            _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
+            done += layout.num_elements
+            if progress is not None:
+                progress(done, total)
+    finally:
+        places.close()
+
+
+def _refuse_non_finite(values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        if not value.is_floating_point():
+            continue
+        flat = value.reshape(-1)
+        for start in range(0, flat.numel(), 2**20):
+            if not bool(torch.isfinite(flat[start : start + 2**20]).all()):
+                raise ModelError(f"weights: {name} holds NaN or infinity; repair the checkpoint and import it again")
+
+
+def _write_stage(
+    store: Store,
+    layout: StageLayout,
+    weights: Tensor,
+    frozen: Tensor,
+    slots: list[Any],
+    engine: IoEngine,
+    setup: Setup,
+) -> None:
+    """Split the stage's weights piece by piece and write them; moments stay the zeros of fresh files."""
+    pending: dict[int, list[Future[None]]] = {}
+    crc: ChunkChecksum | None = None
+    pieces = layout.pieces(setup.memory.piece_elements)
+    for piece in pieces:
+        number = piece.index % len(slots)
+        for future in pending.pop(number, ()):
+            future.result()
+        slot = slots[number]
+        weight_hi, weight_lo, _, _ = slot.arrays(piece.num_elements)
+        split(weights[piece.start : piece.stop], weight_hi, weight_lo)
+        if crc is None:
+            crc = ChunkChecksum(layout, piece.chunk)
+        futures = []
+        for position, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
+            data = slot.bytes_of(position, piece.num_elements)
+            crc.extend(array, data)
+            place = store.place(layout.index, array, piece, write=True)
+            futures.append(engine.write(place.path, place.offset_bytes, data))
+        pending[number] = futures
+        if piece.index + 1 == len(pieces) or pieces[piece.index + 1].chunk != piece.chunk:
+            for futures in pending.values():
+                for future in futures:
+                    future.result()
+            pending.clear()
+            crc.extend_zeros(StateArray.EXP_AVG)
+            crc.extend_zeros(StateArray.EXP_AVG_SQ)
+            store.note_written(layout.index, piece.chunk, crc.finish())
+            crc = None
+    if layout.frozen_bytes:
+        place = store.frozen_place(layout.index)
+        engine.write(place.path, place.offset_bytes, frozen).result()
+        store.note_frozen(layout.index, checksum.extend(0, frozen))
+
+
+

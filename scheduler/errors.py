@@ -1,0 +1,16 @@
+"""Refusals of the scheduler: a model that cannot be split, a configuration that cannot be honoured.
+
+What fails during a step is not here: the tiers raise their own errors, see `tiers/errors.py`.
+"""
+
+from __future__ import annotations
+
+from hoist.tiers.errors import RefusalError
+
+
+class ModelError(RefusalError):
+    """The model cannot be trained stage by stage; the message names the model and what stands in the way."""
+
+
+class ConfigError(RefusalError):
+    """A setting has a value that cannot be honoured; the message names it, the value and what is allowed."""

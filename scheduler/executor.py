@@ -1,0 +1,306 @@
+"""Runs any plan: hands each op to its lane once what it waits for is done. Knows nothing of models, tensors or files.
+
+What an op does is the handler's business (`engine.py`). The caller's thread is the compute lane; copy, optim and commit
+have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from hoist.scheduler.link import LinkedPlan, join
+from hoist.scheduler.plan import Kind, Lane, Op
+
+#: Calls back when an I/O op has ended, with the error if it failed.
+Done = Callable[[BaseException | None], None]
+
+
+class Handler(Protocol):
+    """What ops do. ``run`` is called on the op's lane and returns when the op has ended; ``start`` must not block."""
+
+    def run(self, op: Op, step: int) -> None:
+        """Carry out a copy, compute, optim or commit op of a step."""
+
+    def start(self, op: Op, step: int, done: Done) -> None:
+        """Begin an I/O op; ``done`` is called exactly once, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one op ran. Times are ``time.perf_counter()`` seconds; an I/O op's span is from request to completion."""
+
+    op: Op
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneTime:
+    """How one lane spent a step, in seconds."""
+
+    busy_seconds: float
+    """Time with at least one of its ops running."""
+    stall_seconds: float
+    """Time it had ops left but had to wait for others."""
+
+
+class _Run:
+    """The state of one step that is being executed."""
+
+    def __init__(self, linked: LinkedPlan, step: int) -> None:
+        self.linked = linked
+        self.step = step
+        self.ops = linked.plan.ops
+        self.waiting = list(linked.num_dependencies)
+        self.done = [False] * len(self.ops)
+        self.num_left = len(self.ops)
+        #: Ops that :meth:`Executor.run` waits for: compute, and what measures the step's gradients.
+        self.num_awaited = sum(op.kind is Kind.NORM for op in self.ops)
+        #: Ops of the next step that wait for an op of this one.
+        self.later: dict[int, list[tuple[_Run, int]]] = {}
+
+
+#: One runnable op of a run.
+_Item = tuple[_Run, int]
+
+
+class Executor:
+    """Executes steps one after another, letting the end of one overlap the start of the next.
+
+    After an op has failed, nothing new is started; the error is raised by the next call, naming the op, and by every
+    call after that. What is in flight then still completes before :meth:`close` returns.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._lock = threading.Lock()
+        #: One condition a lane, all on the same lock, so that an op's end wakes only whom it concerns.
+        #: COMPUTE's also wakes for finished steps, I/O that has landed, and errors.
+        self._wake = {lane: threading.Condition(self._lock) for lane in Lane}
+        self._error: BaseException | None = None
+        self._failed_op: Op | None = None
+        self._closing = False
+        #: Steps that are not finished yet, oldest first; at most two.
+        self._runs: deque[_Run] = deque()
+        self._last: _Run | None = None
+        self._spans: list[Span] = []
+        #: Lanes that take ready ops in any order.
+        self._ready: dict[Lane, deque[_Item]] = {Lane.COPY: deque(), Lane.COMMIT: deque()}
+        #: The optim lane takes ops strictly in plan order.
+        self._optim_queue: deque[_Item] = deque()
+        self._io_in_flight = 0
+        self._joins: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"hoist-{lane.value}", daemon=True)
+            for lane in (Lane.COPY, Lane.OPTIM, Lane.COMMIT)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, linked: LinkedPlan, step: int) -> list[Span]:
+        """Execute a step; returns when it is computed and its gradients measured (updates may still be under way).
+
+        Returns the spans of everything that ended since the previous call returned. Raises what an op raised.
+        """
+        run = _Run(linked, step)
+        with self._lock:
+            self._raise_error()
+            while len(self._runs) > 1 and self._error is None:
+                self._wake[Lane.COMPUTE].wait()
+            self._raise_error()
+            ready = self._register(run)
+        self._dispatch(ready)
+        for index, op in enumerate(run.ops):
+            if op.lane is not Lane.COMPUTE:
+                continue
+            with self._lock:
+                while run.waiting[index] and self._error is None:
+                    self._wake[Lane.COMPUTE].wait()
+                self._raise_error()
+            self._execute((run, index))
+            with self._lock:
+                self._raise_error()
+        with self._lock:
+            while run.num_awaited and self._error is None:
+                self._wake[Lane.COMPUTE].wait()
+            self._raise_error()
+        return self._take_spans()
+
+    def drain(self) -> list[Span]:
+        """Wait until everything that was given has ended; returns the spans since the last call. Raises what an op raised."""
+        with self._lock:
+            while self._runs and self._error is None:
+                self._wake[Lane.COMPUTE].wait()
+            self._raise_error()
+        return self._take_spans()
+
+    def close(self) -> None:
+        """Stop the lanes after what they are doing, wait for I/O in flight. Idempotent; raises nothing."""
+        with self._lock:
+            self._closing = True
+            self._wake_all()
+            while self._io_in_flight:
+                self._wake[Lane.COMPUTE].wait()
+        for thread in self._threads:
+            thread.join()
+
+    # ------------------------------------------------------------------ dependencies
+
+    def _register(self, run: _Run) -> list[_Item]:
+        """Take a step in; returns what can start at once. The lock is held."""
+        previous = self._last
+        if previous is not None and previous.num_left:
+            key = (id(previous.linked), id(run.linked))
+            if key not in self._joins:
+                self._joins[key] = tuple(join(previous.linked, run.linked))
+            for earlier, later in self._joins[key]:
+                if not previous.done[earlier]:
+                    previous.later.setdefault(earlier, []).append((run, later))
+                    run.waiting[later] += 1
+        self._runs.append(run)
+        self._last = run
+        self._optim_queue.extend((run, index) for index, op in enumerate(run.ops) if op.lane is Lane.OPTIM)
+        return [(run, index) for index, count in enumerate(run.waiting) if not count]
+
+    def _finish(self, item: _Item, start: float, error: BaseException | None) -> None:
+        """Mark an op as ended and start what waited for it."""
+        run, index = item
+        op = run.ops[index]
+        stop = perf_counter()
+        with self._lock:
+            if op.lane is Lane.IO:
+                self._io_in_flight -= 1
+                if self._closing:
+                    self._wake[Lane.COMPUTE].notify()
+            if error is not None:
+                if self._error is None:
+                    self._error, self._failed_op = error, op
+                self._wake_all()
+                return
+            if op.lane is not Lane.NONE:
+                self._spans.append(Span(op, start, stop))
+            ready = self._release(run, index)
+            run.num_left -= 1
+            if op.kind is Kind.NORM:
+                run.num_awaited -= 1
+            if not run.num_left:
+                self._runs.remove(run)
+            if not run.num_left or not run.num_awaited:
+                self._wake[Lane.COMPUTE].notify()
+        self._dispatch(ready)
+
+    def _wake_all(self) -> None:
+        for condition in self._wake.values():
+            condition.notify_all()
+
+    def _release(self, run: _Run, index: int) -> list[_Item]:
+        run.done[index] = True
+        ready: list[_Item] = []
+        followers = [(run, later) for later in run.linked.dependents[index]]
+        followers += run.later.pop(index, ())
+        for item in followers:
+            other, later = item
+            other.waiting[later] -= 1
+            if not other.waiting[later]:
+                ready.append(item)
+        return ready
+
+    def _dispatch(self, ready: list[_Item]) -> None:
+        """Hand runnable ops to their lanes. The lock is not held."""
+        for item in ready:
+            run, index = item
+            op = run.ops[index]
+            lane = op.lane
+            if lane is Lane.NONE:
+                self._finish(item, 0.0, None)
+            elif lane is Lane.IO:
+                self._start_io(item)
+            else:
+                with self._lock:
+                    if lane in self._ready:  # compute and optim look at their own next op
+                        self._ready[lane].append(item)
+                    self._wake[lane].notify()
+
+    def _start_io(self, item: _Item) -> None:
+        run, index = item
+        with self._lock:
+            if self._error is not None or self._closing:
+                return
+            self._io_in_flight += 1
+        start = perf_counter()
+        try:
+            self._handler.start(run.ops[index], run.step, lambda error: self._finish(item, start, error))
+        except BaseException as error:  # a lane never swallows: the next call raises it
+            self._finish(item, start, error)
+
+    # ------------------------------------------------------------------ lanes
+
+    def _execute(self, item: _Item) -> None:
+        run, index = item
+        start = perf_counter()
+        try:
+            self._handler.run(run.ops[index], run.step)
+        except BaseException as error:
+            self._finish(item, start, error)
+        else:
+            self._finish(item, start, None)
+
+    def _serve(self, lane: Lane) -> None:
+        while True:
+            with self._lock:
+                item = self._next(lane)
+                while item is None and not self._closing:
+                    self._wake[lane].wait()
+                    item = self._next(lane)
+                if item is None:
+                    return
+            self._execute(item)
+
+    def _next(self, lane: Lane) -> _Item | None:
+        """The op that a lane's thread takes now, if any. The lock is held."""
+        if self._error is not None:
+            return None
+        if lane is Lane.OPTIM:
+            if self._optim_queue:
+                run, index = self._optim_queue[0]
+                if not run.waiting[index]:
+                    return self._optim_queue.popleft()
+            return None
+        queue = self._ready[lane]
+        return queue.popleft() if queue else None
+
+    def _raise_error(self) -> None:
+        """Raise what a lane raised. The lock is held."""
+        if self._error is not None:
+            if self._failed_op is not None and not getattr(self._error, "__notes__", None):
+                self._error.add_note(f"while executing {self._failed_op}")
+            raise self._error
+
+    def _take_spans(self) -> list[Span]:
+        with self._lock:
+            taken, self._spans = self._spans, []
+        return sorted(taken, key=lambda span: span.start)
+
+
+def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneTime]:
+    """Busy and stalled seconds of every lane between two times. A lane is stalled when idle while its work is not over."""
+    times: dict[Lane, LaneTime] = {}
+    for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM):
+        parts = sorted((max(span.start, start), min(span.stop, stop)) for span in spans if span.op.lane is lane)
+        busy = 0.0
+        reached = start
+        last_stop = start
+        for first, last in parts:
+            if last <= first:
+                continue
+            busy += max(0.0, last - max(first, reached))
+            reached = max(reached, last)
+            last_stop = max(last_stop, last)
+        times[lane] = LaneTime(busy_seconds=busy, stall_seconds=max(0.0, last_stop - start - busy))
+    return times
+

@@ -1,0 +1,247 @@
+"""From a host-memory budget to buffers: how many of each kind, how large, and what the smallest workable budget is.
+
+Pure arithmetic on bytes. The formula is written once, in `need_bytes`; refusals, docs and tests use it. The arena that
+is carved up accordingly is `tiers/arena.py`; the plan that uses the buffers is `plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers
+from hoist.tiers.errors import BudgetError
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
+
+#: Bytes an element takes in a staging slot: weight_hi and weight_lo.
+STAGING_BYTES = 4
+#: Bytes an element takes in a state slot: weight_hi, weight_lo, exp_avg, exp_avg_sq.
+STATE_BYTES = 12
+#: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
+MIN_PIECE_ELEMENTS = 16 * 4096
+#: Slots of each kind: fewest that work with overlap, and most that are of use.
+MIN_SLOTS = 2
+MAX_SLOTS = 4
+#: Rings of slots (staging and states) grow while they take at most this share of the budget.
+RING_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """Bytes of one stage in host memory, each a multiple of 4096."""
+
+    name: str
+    weights: int
+    """Compute weights (fp32, own and borrowed) and frozen tensors."""
+    gradients: int
+    """fp32 gradients of its own trainable tensors."""
+    workspace: int
+    """Most bytes that its forward, recomputation and backward on one micro-batch hold outside the arena."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a run needs room for, whatever the budget."""
+
+    stages: tuple[StageBytes, ...]
+    loan_bytes: int
+    """fp32 gradients of tied tensors, kept from the borrower's backward to the owner's."""
+    activation_bytes: int
+    """One boundary activation (multiple of 4096)."""
+    num_boundaries: int
+    """Boundary activations of a step: (stages - 1) x micro-batches."""
+    context_bytes: int
+    """Masks, positions and rotary tables of a step's micro-batches, batches included."""
+    max_piece_elements: int
+    """Largest piece that is of use: the smallest power of two of elements that covers the largest chunk, at most the configured one."""
+    horizontal: bool
+    """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """A budget, divided. Made by :func:`divide`."""
+
+    demand: Demand
+    piece_elements: int
+    """Unit of I/O and update."""
+    num_staging: int
+    num_states: int
+    num_activations: int
+    num_gradient_buffers: int
+    """1, 2, or as many as stages (every gradient stays in memory)."""
+    num_resident: int
+    """Stages, counted from the last, whose weights stay in memory from step to step."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Region of the two weight buffers, one at each end, and of the resident stages' own."""
+        return self._streamed_bytes + sum(stage.weights for stage in self._resident)
+
+    @property
+    def _streamed(self) -> tuple[StageBytes, ...]:
+        return self.demand.stages[: len(self.demand.stages) - self.num_resident]
+
+    @property
+    def _resident(self) -> tuple[StageBytes, ...]:
+        return self.demand.stages[len(self.demand.stages) - self.num_resident :]
+
+    @property
+    def _streamed_bytes(self) -> int:
+        return _pair_bytes([stage.weights for stage in self._streamed])
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Region of the gradient buffers."""
+        gradients = [stage.gradients for stage in self.demand.stages]
+        if self.num_gradient_buffers == 1:
+            return max(gradients)
+        if self.num_gradient_buffers == 2:
+            return _pair_bytes(gradients)
+        return sum(gradients)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Staging and state slots."""
+        return self.piece_elements * (self.num_staging * STAGING_BYTES + self.num_states * STATE_BYTES)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Activation slots."""
+        return self.num_activations * self.demand.activation_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """The arena: everything that is leased."""
+        return self.weight_bytes + self.gradient_bytes + self.demand.loan_bytes + self.ring_bytes + self.activation_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Reserved outside the arena: one stage's forward and backward, and the contexts."""
+        return max(stage.workspace for stage in self.demand.stages) + self.demand.context_bytes
+
+    @property
+    def need_bytes(self) -> int:
+        """The formula: weight buffers + gradients + loans + rings + activations + workspace + contexts."""
+        return self.arena_bytes + self.workspace_bytes
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The formula's terms, for people: (label, bytes)."""
+        return (
+            ("weight buffers", self.weight_bytes),
+            ("gradient buffers", self.gradient_bytes),
+            ("gradients of tied tensors", self.demand.loan_bytes),
+            ("staging and optimizer pieces", self.ring_bytes),
+            ("boundary activations", self.activation_bytes),
+            ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
+            ("masks, positions, batches", self.demand.context_bytes),
+        )
+
+    def buffers(self) -> Buffers:
+        """What a plan may use. Weight buffers 0 and 1 alternate between streamed stages; resident stages have their own."""
+        count = len(self.demand.stages)
+        streamed = count - self.num_resident
+        weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
+        gradients = tuple(stage % self.num_gradient_buffers for stage in range(count))
+        return Buffers(
+            weights=weights,
+            gradients=gradients,
+            num_staging=self.num_staging,
+            num_states=self.num_states,
+            num_activations=self.num_activations,
+        )
+
+    def weight_offset(self, stage: int) -> int:
+        """First byte of a stage's weights in the weight region.
+
+        Streamed stages with even index start at the region's low end, odd ones end at its high end: neighbours always
+        fit together, since the region is as large as the largest two neighbours.
+        """
+        streamed = len(self._streamed)
+        if stage >= streamed:
+            return self._streamed_bytes + sum(stage_bytes.weights for stage_bytes in self._resident[: stage - streamed])
+        return 0 if stage % 2 == 0 else self._streamed_bytes - self.demand.stages[stage].weights
+
+    def gradient_offset(self, stage: int) -> int:
+        """First byte of a stage's gradients in the gradient region."""
+        if self.num_gradient_buffers > 2:
+            return sum(stage_bytes.gradients for stage_bytes in self.demand.stages[:stage])
+        if self.num_gradient_buffers == 1 or stage % 2 == 0:
+            return 0
+        return self.gradient_bytes - self.demand.stages[stage].gradients
+
+
+def _pair_bytes(sizes: Sequence[int]) -> int:
+    """The most that two neighbours take together (one alone, if there is only one)."""
+    if len(sizes) < 2:
+        return sum(sizes)
+    return max(left + right for left, right in zip(sizes, sizes[1:], strict=False))
+
+
+def smallest(demand: Demand) -> MemoryPlan:
+    """The division that needs the least: everything streams, one gradient buffer, spilled activations."""
+    return MemoryPlan(
+        demand=demand,
+        piece_elements=min(MIN_PIECE_ELEMENTS, demand.max_piece_elements),
+        num_staging=MIN_SLOTS,
+        num_states=MIN_SLOTS,
+        num_activations=min(MIN_ACTIVATION_SLOTS, demand.num_boundaries),
+        num_gradient_buffers=1,
+        num_resident=0,
+    )
+
+
+def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) -> MemoryPlan:
+    """Divide a budget among the buffers, what saves the most waiting first.
+
+    From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward),
+    larger and more pieces, boundary activations that needn't be spilled, in micro-batch-major order all gradients, and
+    last the weights of stages that then needn't be read again. Raises BudgetError with the smallest budget that works.
+    """
+    plan = smallest(demand)
+    if plan.need_bytes > budget_bytes:
+        parts = ", ".join(f"{label} {_mib(size)}" for label, size in plan.parts() if size)
+        raise BudgetError(
+            f"--host-memory: {_mib(budget_bytes)} is too small; at least {_mib(plan.need_bytes)} are needed ({parts}); "
+            f"give --host-memory {-(-plan.need_bytes // 2**20)}MiB or more, or a smaller --micro-batch-size or --seq-len"
+        )
+
+    def take(**changes: int) -> bool:
+        nonlocal plan
+        wanted = replace(plan, **changes)
+        if wanted.need_bytes > budget_bytes:
+            return False
+        plan = wanted
+        return True
+
+    take(num_gradient_buffers=2)
+    ring_limit = RING_SHARE * budget_bytes
+    grown = True
+    while grown:
+        grown = False
+        steps: tuple[dict[str, int], ...] = (
+            {"num_staging": min(MAX_SLOTS, plan.num_staging + 1), "num_states": min(MAX_SLOTS, plan.num_states + 1)},
+            {"piece_elements": min(demand.max_piece_elements, 2 * plan.piece_elements)},
+        )
+        for changes in steps:
+            wanted = replace(plan, **changes)
+            if wanted != plan and wanted.ring_bytes <= ring_limit and take(**changes):
+                grown = True
+    spare = budget_bytes - plan.need_bytes
+    if demand.activation_bytes:
+        take(num_activations=min(demand.num_boundaries, plan.num_activations + spare // demand.activation_bytes))
+    if demand.horizontal:
+        take(num_gradient_buffers=max(3, len(demand.stages)))
+    while resident_weights and plan.num_resident < len(demand.stages) and take(num_resident=plan.num_resident + 1):
+        pass
+    return plan
+
+
+def piece_limit(chunk_elements: Sequence[int], configured: int) -> int:
+    """The largest piece of use: no larger than the largest chunk, rounded up to 4096, nor than configured."""
+    largest = max((elements for elements in chunk_elements), default=CHUNK_QUANTUM_ELEMENTS)
+    return min(configured, round_up(max(largest, 1), CHUNK_QUANTUM_ELEMENTS))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,190 @@
+"""Where each buffer of a run lies: the arena's regions as tensors, by the names that plans use.
+
+Made once when a run is set up; nothing here moves bytes. Sizes come from `memory.py`, the cuts from `tiers/layout.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hoist.scheduler.memory import STAGING_BYTES, STATE_BYTES, MemoryPlan
+from hoist.tiers.arena import Arena
+from hoist.tiers.layout import (
+    CHUNK_QUANTUM_ELEMENTS,
+    TENSOR_ALIGN_ELEMENTS,
+    Piece,
+    PlacedTensor,
+    StageLayout,
+    round_up,
+)
+
+#: The compute copy of weights is float32 (DESIGN: bf16 on this kind of machine is far slower).
+COMPUTE_BYTES = 4
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Borrowed:
+    """A tensor that a stage uses and another stage owns (tied weights)."""
+
+    owner: int
+    placed: PlacedTensor
+    """Its place in the owner's array."""
+    offset: int
+    """First element in the borrower's weight buffer, counted like the stage's own elements."""
+
+
+def weight_elements(layout: StageLayout) -> int:
+    """float32 elements that a stage's own trainable tensors take in a weight or gradient buffer: whole pieces."""
+    return round_up(layout.num_elements, CHUNK_QUANTUM_ELEMENTS)
+
+
+def lay_out_borrowed(layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]]) -> tuple[Borrowed, ...]:
+    """Put the tensors that a stage borrows behind its own, on the same 64-element boundaries."""
+    position = weight_elements(layout)
+    borrowed: list[Borrowed] = []
+    for owner, placed in lent:
+        borrowed.append(Borrowed(owner=owner, placed=placed, offset=position))
+        position = round_up(position + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
+    return tuple(borrowed)
+
+
+def weight_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
+    """Bytes of a stage's weight buffer: own weights, borrowed ones, then the frozen array."""
+    return _float_bytes(layout, borrowed) + layout.frozen_bytes
+
+
+def _float_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
+    elements = weight_elements(layout)
+    if borrowed:
+        elements = borrowed[-1].offset + borrowed[-1].placed.spec.num_elements
+    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)
+
+
+class StateSlot:
+    """One optimizer state slot: the four arrays of a piece, one after another."""
+
+    def __init__(self, raw: Tensor, piece_elements: int) -> None:
+        self._raw = raw
+        self._piece_elements = piece_elements
+
+    def bytes_of(self, position: int, num_elements: int) -> Tensor:
+        """uint8 view of array ``position`` (0 weight_hi, 1 weight_lo, 2 exp_avg, 3 exp_avg_sq) for a piece."""
+        itemsize = (2, 2, 4, 4)[position]
+        start = (0, 2, 4, 8)[position] * self._piece_elements
+        return self._raw[start : start + itemsize * num_elements]
+
+    def arrays(self, num_elements: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """weight_hi, weight_lo (int16), exp_avg, exp_avg_sq (float32), each [num_elements]."""
+        return (
+            self.bytes_of(0, num_elements).view(torch.int16),
+            self.bytes_of(1, num_elements).view(torch.int16),
+            self.bytes_of(2, num_elements).view(torch.float32),
+            self.bytes_of(3, num_elements).view(torch.float32),
+        )
+
+
+class StagePlaces:
+    """One stage's views of the weight and gradient regions."""
+
+    def __init__(self, layout: StageLayout, borrowed: Sequence[Borrowed], weights: Tensor, gradients: Tensor) -> None:
+        self.layout = layout
+        self.borrowed = tuple(borrowed)
+        floats = _float_bytes(layout, borrowed)
+        #: float32: own tensors at their layout offsets, then borrowed ones.
+        self.weights = weights[:floats].view(torch.float32)
+        #: uint8: the frozen array as it is stored.
+        self.frozen = weights[floats : floats + layout.frozen_bytes]
+        #: float32: gradients of own trainable tensors at their layout offsets.
+        self.gradients = gradients.view(torch.float32)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the stage by name, own and borrowed, as views with the tensor's shape."""
+        views: dict[str, Tensor] = {}
+        for placed in self.layout.trainable:
+            views[placed.spec.name] = _shaped(self.weights, placed.offset, placed)
+        for borrowed in self.borrowed:
+            views[borrowed.placed.spec.name] = _shaped(self.weights, borrowed.offset, borrowed.placed)
+        for placed in self.layout.frozen:
+            spec = placed.spec
+            raw = self.frozen[placed.offset : placed.offset + spec.num_bytes]
+            views[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return views
+
+    def gradient(self, placed: PlacedTensor) -> Tensor:
+        """The gradient of one own trainable tensor, with its shape."""
+        return _shaped(self.gradients, placed.offset, placed)
+
+    def piece_weights(self, piece: Piece) -> Tensor:
+        """float32 view of one own piece in the weight buffer, padding included."""
+        return self.weights[piece.start : piece.stop]
+
+
+def _shaped(flat: Tensor, offset: int, placed: PlacedTensor) -> Tensor:
+    return flat[offset : offset + placed.spec.num_elements].view(placed.spec.shape)
+
+
+class Places:
+    """All regions of a run, carved out of one arena."""
+
+    def __init__(
+        self,
+        *,
+        memory: MemoryPlan,
+        layouts: Sequence[StageLayout],
+        borrowed: Sequence[Sequence[Borrowed]],
+        loans: Mapping[str, PlacedTensor],
+    ) -> None:
+        """``loans`` are the trainable tensors that some stage borrows, by name."""
+        #: Freed by :meth:`close`.
+        self.arena = Arena(memory.arena_bytes)
+        weights = self.arena.lease(memory.weight_bytes, "weight buffers").tensor
+        gradients = self.arena.lease(memory.gradient_bytes, "gradient buffers").tensor
+        loan_region = self.arena.lease(memory.demand.loan_bytes, "gradients of tied tensors").tensor.view(torch.float32)
+        ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
+        activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
+        self.stages: list[StagePlaces] = []
+        for index, (layout, lent) in enumerate(zip(layouts, borrowed, strict=True)):
+            start, size = memory.weight_offset(index), memory.demand.stages[index].weights
+            first, length = memory.gradient_offset(index), memory.demand.stages[index].gradients
+            self.stages.append(
+                StagePlaces(layout, lent, weights[start : start + size], gradients[first : first + length])
+            )
+        #: Gradients that borrowers leave for the owner, by tensor name, with the tensor's shape.
+        self.loans: dict[str, Tensor] = {}
+        position = 0
+        for name, placed in loans.items():
+            self.loans[name] = _shaped(loan_region, position, placed)
+            position = round_up(position + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
+        staging_bytes = memory.piece_elements * STAGING_BYTES
+        state_bytes = memory.piece_elements * STATE_BYTES
+        #: Staging slots: weight_hi in the first half, weight_lo in the second.
+        self.staging = [ring[slot * staging_bytes : (slot + 1) * staging_bytes] for slot in range(memory.num_staging)]
+        behind = memory.num_staging * staging_bytes
+        self.states = [
+            StateSlot(ring[behind + slot * state_bytes : behind + (slot + 1) * state_bytes], memory.piece_elements)
+            for slot in range(memory.num_states)
+        ]
+        size = memory.demand.activation_bytes
+        self.activations = [activations[slot * size : (slot + 1) * size] for slot in range(memory.num_activations)]
+
+    def close(self) -> None:
+        """Free the arena; the views must not be used any more."""
+        self.stages.clear()
+        self.loans.clear()
+        self.staging.clear()
+        self.states.clear()
+        self.activations.clear()
+        self.arena.close()
+
+
+def loan_bytes(loans: Mapping[str, PlacedTensor]) -> int:
+    """Bytes of the region that :class:`Places` makes for ``loans``."""
+    elements = 0
+    for placed in loans.values():
+        elements = round_up(elements + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
+    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)

@@ -1,0 +1,555 @@
+"""A training step as data: what is read, computed, updated and written, in which order, with which buffers.
+
+Pure functions of sizes: no torch, no files, no threads. `executor.py` runs any plan; `memory.py` chooses the buffers
+(`Buffers`) from a budget; `link.py` turns the order into dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class Lane(Enum):
+    """What executes an op."""
+
+    IO = "io"
+    """The I/O engine; any number at once, limited by the buffers they need."""
+    COPY = "copy"
+    """One thread that moves bytes between buffers."""
+    COMPUTE = "compute"
+    """The caller's thread, strictly in plan order."""
+    OPTIM = "optim"
+    """One thread, strictly in plan order (checksums are extended piece after piece)."""
+    COMMIT = "commit"
+    """One thread that makes commits."""
+    NONE = "none"
+    """Nothing to do: the op only joins dependencies."""
+
+
+class Kind(Enum):
+    """What an op does. ``stage``, ``micro_batch``, ``piece`` and ``slot`` of the op say to what."""
+
+    ACQUIRE = auto()
+    """The weight buffer of ``stage`` changes hands: whoever used it before has let go."""
+    READ_WEIGHTS = auto()
+    """NVMe -> staging slot: both halves of the weights of one piece of ``owner``."""
+    MERGE = auto()
+    """Staging slot -> weight buffer of ``stage``."""
+    READ_FROZEN = auto()
+    """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, in their own dtypes."""
+    BIND = auto()
+    """The weights of ``stage`` are all there: its modules get them."""
+    FORWARD = auto()
+    """One micro-batch through one stage without autograd; keeps the boundary activation."""
+    LOSS = auto()
+    """The last stage's forward and backward on one micro-batch."""
+    BACKWARD = auto()
+    """Recompute one stage on one micro-batch and run its backward; gradients accumulate in the stage's buffer."""
+    UNBIND = auto()
+    """The modules of ``stage`` lose their weights; the buffer may be taken."""
+    NORM = auto()
+    """The gradients of ``stage`` are complete: add what borrowers of its tensors left, and take the sum of squares."""
+    READ_STATES = auto()
+    """NVMe -> state slot: weights and moments of one piece."""
+    UPDATE = auto()
+    """AdamW on one piece in its state slot; with ``refresh`` the new weights also go to the weight buffer."""
+    WRITE_STATES = auto()
+    """State slot -> NVMe (the slot that the last commit does not name)."""
+    SPILL_ACTIVATION = auto()
+    """Activation slot -> NVMe scratch: boundary (``stage``, ``micro_batch``)."""
+    FETCH_ACTIVATION = auto()
+    """NVMe scratch -> activation slot."""
+    SPILL_GRADIENT = auto()
+    """Gradient buffer of ``stage`` -> NVMe scratch."""
+    FETCH_GRADIENT = auto()
+    """NVMe scratch -> gradient buffer of ``stage``."""
+    COMMIT = auto()
+    """Every chunk carries the previous step and none of this one: it may be committed."""
+
+
+LANES: dict[Kind, Lane] = {
+    Kind.ACQUIRE: Lane.NONE,
+    Kind.READ_WEIGHTS: Lane.IO,
+    Kind.MERGE: Lane.COPY,
+    Kind.READ_FROZEN: Lane.IO,
+    Kind.BIND: Lane.COMPUTE,
+    Kind.FORWARD: Lane.COMPUTE,
+    Kind.LOSS: Lane.COMPUTE,
+    Kind.BACKWARD: Lane.COMPUTE,
+    Kind.UNBIND: Lane.COMPUTE,
+    Kind.NORM: Lane.OPTIM,
+    Kind.READ_STATES: Lane.IO,
+    Kind.UPDATE: Lane.OPTIM,
+    Kind.WRITE_STATES: Lane.IO,
+    Kind.SPILL_ACTIVATION: Lane.IO,
+    Kind.FETCH_ACTIVATION: Lane.IO,
+    Kind.SPILL_GRADIENT: Lane.IO,
+    Kind.FETCH_GRADIENT: Lane.IO,
+    Kind.COMMIT: Lane.COMMIT,
+}
+
+
+class Part(Enum):
+    """A kind of thing that ops read and write; with two numbers it names one :class:`Resource`."""
+
+    WEIGHTS = auto()
+    """A weight buffer (number)."""
+    STAGING = auto()
+    """A staging slot (number)."""
+    GRADIENT = auto()
+    """A gradient buffer (number)."""
+    LOAN = auto()
+    """The gradients that borrowers of a stage's tensors (owner stage) have left for it."""
+    STATE_SLOT = auto()
+    """An optimizer state slot (number)."""
+    STATE = auto()
+    """The stored states of one piece (stage, piece)."""
+    ACTIVATION = auto()
+    """An activation slot (number)."""
+    SCRATCH_ACTIVATION = auto()
+    """A spilled boundary activation (stage, micro-batch)."""
+    SCRATCH_GRADIENT = auto()
+    """A spilled gradient (stage)."""
+    COMMIT = auto()
+    """The commit record: writers of states must not overtake it."""
+
+
+class Resource(NamedTuple):
+    """One thing that ops can conflict over."""
+
+    part: Part
+    first: int
+    second: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One small piece of work. ``reads`` and ``writes`` are all that orders it against other ops."""
+
+    kind: Kind
+    reads: tuple[Resource, ...]
+    writes: tuple[Resource, ...]
+    stage: int = -1
+    micro_batch: int = -1
+    piece: int = -1
+    slot: int = -1
+    """Staging, state or activation slot; for FORWARD, LOSS and BACKWARD the slot of the stage's input (-1: none)."""
+    output_slot: int = -1
+    """FORWARD and BACKWARD: activation slot of the stage's output."""
+    owner: int = -1
+    """READ_WEIGHTS and MERGE: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
+    refresh: bool = False
+    """UPDATE: the weight buffer still holds this stage and must get the new weights."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that executes this kind of op."""
+        return LANES[self.kind]
+
+    def __str__(self) -> str:
+        where = [f"stage {self.stage}"] if self.stage >= 0 else []
+        where += [f"micro-batch {self.micro_batch}"] if self.micro_batch >= 0 else []
+        where += [f"piece {self.piece}"] if self.piece >= 0 else []
+        return f"{self.kind.name.lower()}({', '.join(where)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageShape:
+    """What a plan needs to know of a stage."""
+
+    chunks: tuple[int, ...]
+    """Chunk of each of its pieces."""
+    has_frozen: bool = False
+    """There are frozen tensors or buffers to read."""
+    borrowed: tuple[tuple[int, int], ...] = ()
+    """(owner stage, owner's piece) of every piece that holds a part of a borrowed tensor."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the stage's trainable tensors."""
+        return len(self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffers:
+    """How many buffers of each kind a plan may use, and which stage uses which."""
+
+    weights: tuple[int, ...]
+    """Weight buffer of each stage. Neighbours must differ."""
+    gradients: tuple[int, ...]
+    """Gradient buffer of each stage."""
+    num_staging: int
+    """Staging slots; at least 1."""
+    num_states: int
+    """Optimizer state slots; at least 1."""
+    num_activations: int
+    """Activation slots; at least :data:`MIN_ACTIVATION_SLOTS` or as many as there are boundary activations."""
+
+    def __post_init__(self) -> None:
+        if any(left == right for left, right in zip(self.weights, self.weights[1:], strict=False)):
+            raise ValueError("neighbouring stages must have different weight buffers")
+        if self.num_staging < 1 or self.num_states < 1:
+            raise ValueError("at least one staging and one state slot are needed")
+
+
+#: Input and output of the micro-batch that computes, and of one that is fetched or spilled meanwhile.
+MIN_ACTIVATION_SLOTS = 4
+
+
+class Phase(Enum):
+    """What a visit to a stage does."""
+
+    FORWARD = auto()
+    LOSS = auto()
+    BACKWARD = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A stage with the micro-batches that pass through it while its weights are there."""
+
+    stage: int
+    phase: Phase
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A step's ops in order. Any topological order of their dependencies gives the same bits."""
+
+    name: str
+    ops: tuple[Op, ...]
+    num_micro_batches: int
+    cold: bool
+    """True: weight buffers hold nothing at the start. False: they hold what the same plan leaves there at its end."""
+    scratch_activations: tuple[tuple[int, int], ...]
+    """Boundary activations (stage, micro-batch) that are spilled at some time."""
+    scratch_gradients: tuple[int, ...]
+    """Stages whose gradients are spilled at some time."""
+
+
+def vertical_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
+    """Layer-major order: every stage sees all micro-batches before the next stage does.
+
+    The forward's micro-batch order turns round from stage to stage, so that the boundary micro-batch stays where it
+    is; backward always accumulates in the order 0..M-1, since another order changes an fp32 sum. The last stage's
+    forward and backward are one visit.
+    """
+    _check_counts(num_stages, num_micro_batches)
+    ascending = tuple(range(num_micro_batches))
+    last = num_stages - 1
+    forward = [
+        Visit(stage, Phase.FORWARD, ascending if (last - stage) % 2 == 0 else ascending[::-1]) for stage in range(last)
+    ]
+    backward = [Visit(stage, Phase.BACKWARD, ascending) for stage in reversed(range(last))]
+    return (*forward, Visit(last, Phase.LOSS, ascending), *backward)
+
+
+def horizontal_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
+    """Micro-batch-major order, as ZeRO-Infinity has it: each micro-batch runs through the whole model and back."""
+    _check_counts(num_stages, num_micro_batches)
+    last = num_stages - 1
+    visits: list[Visit] = []
+    for micro_batch in range(num_micro_batches):
+        visits += [Visit(stage, Phase.FORWARD, (micro_batch,)) for stage in range(last)]
+        visits.append(Visit(last, Phase.LOSS, (micro_batch,)))
+        visits += [Visit(stage, Phase.BACKWARD, (micro_batch,)) for stage in reversed(range(last))]
+    return tuple(visits)
+
+
+def _check_counts(num_stages: int, num_micro_batches: int) -> None:
+    if num_stages < 2:
+        raise ValueError(f"stages: {num_stages} are too few; at least 2 are needed")
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches: {num_micro_batches} is not positive")
+
+
+def vertical(stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool) -> Plan:
+    """The plan of a layer-major step. Raises ValueError if the buffers cannot serve it."""
+    return _build("vertical", stages, buffers, vertical_visits(len(stages), num_micro_batches), cold)
+
+
+def horizontal(stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool) -> Plan:
+    """The plan of a micro-batch-major step: the same results, more traffic. Raises ValueError as :func:`vertical`."""
+    return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold)
+
+
+def _build(name: str, stages: Sequence[StageShape], buffers: Buffers, visits: tuple[Visit, ...], cold: bool) -> Plan:
+    first = _Builder(name, stages, buffers, visits, held=None)
+    plan = first.build()
+    return plan if cold else _Builder(name, stages, buffers, visits, held=first.held).build()
+
+
+class _ActivationSlots:
+    """Decides, knowing every future use, which boundary activation is in which slot and which wait in scratch.
+
+    Belady's rule: when a slot is needed and none is free, the activation whose next use is furthest away is spilled.
+    """
+
+    def __init__(self, visits: Sequence[Visit], num_slots: int) -> None:
+        self.free = list(range(num_slots))[::-1]
+        self.slot_of: dict[tuple[int, int], int] = {}
+        self.spilled: set[tuple[int, int]] = set()
+        self.ever_spilled: set[tuple[int, int]] = set()
+        self._uses: dict[tuple[int, int], list[int]] = {}
+        for position, (visit, micro_batch) in enumerate(_computations(visits)):
+            for boundary in _touched(visit, micro_batch):
+                self._uses.setdefault(boundary, []).append(position)
+
+    def next_use(self, boundary: tuple[int, int], position: int) -> int:
+        """Position of the first use at or after ``position``; very large if there is none."""
+        return next((use for use in self._uses[boundary] if use >= position), 2**62)
+
+    def take(self, boundary: tuple[int, int], position: int, pinned: set[tuple[int, int]]) -> tuple[int, tuple[int, int] | None]:
+        """A slot for ``boundary``, and the activation that must be spilled from it first, if any."""
+        victim: tuple[int, int] | None = None
+        if self.free:
+            slot = self.free.pop()
+        else:
+            candidates = [other for other in self.slot_of if other not in pinned]
+            if not candidates:
+                raise ValueError(f"activation slots: {len(self.slot_of)} are too few; at least {MIN_ACTIVATION_SLOTS} are needed")
+            victim = max(candidates, key=lambda other: (self.next_use(other, position), other))
+            slot = self.slot_of.pop(victim)
+            self.spilled.add(victim)
+            self.ever_spilled.add(victim)
+        self.slot_of[boundary] = slot
+        return slot, victim
+
+    def drop(self, boundary: tuple[int, int]) -> None:
+        """``boundary`` is not needed any more."""
+        self.free.append(self.slot_of.pop(boundary))
+
+
+def _computations(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
+    return ((visit, micro_batch) for visit in visits for micro_batch in visit.micro_batches)
+
+
+def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
+    """Boundary activations that one computation reads or writes: its stage's input, then its output.
+
+    Boundary (s, m) is stage s's output for micro-batch m; in backward the same slot carries its gradient.
+    """
+    boundaries = [(visit.stage - 1, micro_batch)] if visit.stage > 0 else []
+    if visit.phase is not Phase.LOSS:
+        boundaries.append((visit.stage, micro_batch))
+    return boundaries
+
+
+class _Builder:
+    """Walks the visits once and writes down the ops."""
+
+    def __init__(
+        self,
+        name: str,
+        stages: Sequence[StageShape],
+        buffers: Buffers,
+        visits: tuple[Visit, ...],
+        held: dict[int, int] | None,
+    ) -> None:
+        self.name = name
+        self.stages = stages
+        self.buffers = buffers
+        self.visits = visits
+        self.cold = held is None
+        self.ops: list[Op] = []
+        self.activations = _ActivationSlots(visits, buffers.num_activations)
+        self.computations = list(_computations(visits))
+        self.position = 0
+        self.next_staging = 0
+        self.next_state = 0
+        #: Stage that each weight buffer holds, at this point of the plan.
+        self.held: dict[int, int] = dict(held or {})
+        self.scratch_gradients: set[int] = set()
+        #: Stages that lend tensors to others, whose borrowed gradients wait in the loan.
+        self.lenders = {owner for stage in stages for owner, _ in stage.borrowed}
+        #: Last visit to each stage in this step, where its gradients are complete.
+        self.final_visit = {visit.stage: index for index, visit in enumerate(visits)}
+        self.pieces_of_chunk: list[dict[int, tuple[Resource, ...]]] = []
+        for index, stage in enumerate(stages):
+            of_chunk: dict[int, list[Resource]] = {}
+            for piece, chunk in enumerate(stage.chunks):
+                of_chunk.setdefault(chunk, []).append(Resource(Part.STATE, index, piece))
+            self.pieces_of_chunk.append({chunk: tuple(pieces) for chunk, pieces in of_chunk.items()})
+
+    def build(self) -> Plan:
+        self.load(self.visits[0].stage)
+        turn = next(index for index, visit in enumerate(self.visits) if visit.phase is Phase.LOSS)
+        for index, visit in enumerate(self.visits):
+            following = self.next_other_stage(index)
+            if following is not None:
+                self.load(following)
+            if index == turn:
+                self.emit(Kind.COMMIT, writes=(Resource(Part.COMMIT, 0),))
+            self.visit(index, visit)
+        return Plan(
+            name=self.name,
+            ops=tuple(self.ops),
+            num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
+            cold=self.cold,
+            scratch_activations=tuple(sorted(self.activations.ever_spilled)),
+            scratch_gradients=tuple(sorted(self.scratch_gradients)),
+        )
+
+    def next_other_stage(self, index: int) -> int | None:
+        """The stage visited next after the run of visits to this one: its weights are loaded meanwhile. Wraps into the next step."""
+        stage = self.visits[index].stage
+        if index and self.visits[index - 1].stage == stage:
+            return None  # loaded when the run began
+        cycle = self.visits[index:] + self.visits
+        return next(visit.stage for visit in cycle if visit.stage != stage)
+
+    def emit(self, kind: Kind, *, reads: Sequence[Resource] = (), writes: Sequence[Resource] = (), **fields: int) -> None:
+        refresh = bool(fields.pop("refresh", 0))
+        self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **fields))
+
+    def load(self, stage: int) -> None:
+        """Read a stage's weights, unless its buffer holds them."""
+        buffer = self.buffers.weights[stage]
+        if self.held.get(buffer) == stage:
+            return
+        self.held[buffer] = stage
+        weights = Resource(Part.WEIGHTS, buffer)
+        self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
+        shape = self.stages[stage]
+        if shape.has_frozen:
+            self.emit(Kind.READ_FROZEN, reads=(weights,), stage=stage)
+        own = [(stage, piece) for piece in range(shape.num_pieces)]
+        for owner, piece in (*own, *shape.borrowed):
+            slot = self.next_staging
+            self.next_staging = (slot + 1) % self.buffers.num_staging
+            staging = Resource(Part.STAGING, slot)
+            # A chunk turns to its new slot as a whole, so a piece may be read once all of its chunk has been written.
+            chunk = self.pieces_of_chunk[owner][self.stages[owner].chunks[piece]]
+            self.emit(Kind.READ_WEIGHTS, reads=chunk, writes=(staging,), stage=stage, owner=owner, piece=piece, slot=slot)
+            self.emit(Kind.MERGE, reads=(staging, weights), stage=stage, owner=owner, piece=piece, slot=slot)
+
+    def visit(self, index: int, visit: Visit) -> None:
+        stage = visit.stage
+        weights = Resource(Part.WEIGHTS, self.buffers.weights[stage])
+        self.emit(Kind.BIND, writes=(weights,), stage=stage)
+        if visit.phase is not Phase.FORWARD:
+            self.fetch_gradient(index, stage)
+        for micro_batch in visit.micro_batches:
+            self.compute(visit, micro_batch, weights)
+        self.emit(Kind.UNBIND, writes=(weights,), stage=stage)
+        if visit.phase is not Phase.FORWARD:
+            if index == self.final_visit[stage]:
+                self.update(index, stage)
+            else:
+                self.spill_gradient(index, stage)
+
+    def compute(self, visit: Visit, micro_batch: int, weights: Resource) -> None:
+        stage = visit.stage
+        boundaries = _touched(visit, micro_batch)
+        slots = [self.resident(boundary, set(boundaries)) for boundary in boundaries]
+        self.prefetch_activations(set(boundaries))
+        resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
+        input_slot = slots[0] if stage > 0 else -1
+        output_slot = slots[-1] if visit.phase is not Phase.LOSS else -1
+        common = {"stage": stage, "micro_batch": micro_batch, "slot": input_slot, "output_slot": output_slot}
+        if visit.phase is Phase.FORWARD:
+            self.emit(Kind.FORWARD, reads=(weights, *resources[:-1]), writes=resources[-1:], **common)
+        else:
+            gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+            loans = [Resource(Part.LOAN, owner) for owner in sorted({owner for owner, _ in self.stages[stage].borrowed})]
+            kind = Kind.LOSS if visit.phase is Phase.LOSS else Kind.BACKWARD
+            # The gradient of a stage's input takes the place of that input.
+            self.emit(kind, reads=(weights, *resources), writes=(gradient, *loans, *resources[: 1 if stage > 0 else 0]), **common)
+            if visit.phase is Phase.BACKWARD:
+                self.activations.drop(boundaries[-1])
+        self.position += 1
+
+    def resident(self, boundary: tuple[int, int], pinned: set[tuple[int, int]]) -> int:
+        """Slot of a boundary activation, which is given one, and its content, if it has none."""
+        slot = self.activations.slot_of.get(boundary)
+        if slot is not None:
+            return slot
+        slot, victim = self.activations.take(boundary, self.position, pinned)
+        resource = Resource(Part.ACTIVATION, slot)
+        if victim is not None:
+            self.emit(
+                Kind.SPILL_ACTIVATION,
+                reads=(resource,),
+                writes=(Resource(Part.SCRATCH_ACTIVATION, *victim),),
+                stage=victim[0],
+                micro_batch=victim[1],
+                slot=slot,
+            )
+        if boundary in self.activations.spilled:
+            self.activations.spilled.remove(boundary)
+            self.emit(
+                Kind.FETCH_ACTIVATION,
+                reads=(Resource(Part.SCRATCH_ACTIVATION, *boundary),),
+                writes=(resource,),
+                stage=boundary[0],
+                micro_batch=boundary[1],
+                slot=slot,
+            )
+        return slot
+
+    def prefetch_activations(self, current: set[tuple[int, int]]) -> None:
+        """Bring what the next computation needs while this one runs, if that displaces nothing that is needed sooner."""
+        if self.position + 1 >= len(self.computations):
+            return
+        upcoming = _touched(*self.computations[self.position + 1])
+        for boundary in upcoming:
+            if boundary in self.activations.spilled:
+                self.resident(boundary, current | set(upcoming))
+
+    def fetch_gradient(self, index: int, stage: int) -> None:
+        if any(visit.stage == stage and visit.phase is not Phase.FORWARD for visit in self.visits[:index]) and (
+            stage in self.scratch_gradients
+        ):
+            buffer = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+            self.emit(
+                Kind.FETCH_GRADIENT, reads=(Resource(Part.SCRATCH_GRADIENT, stage),), writes=(buffer,), stage=stage
+            )
+
+    def spill_gradient(self, index: int, stage: int) -> None:
+        """Between two visits the gradient stays, unless another stage has the same buffer."""
+        buffer = self.buffers.gradients[stage]
+        if self.buffers.gradients.count(buffer) > 1:
+            self.scratch_gradients.add(stage)
+            self.emit(
+                Kind.SPILL_GRADIENT,
+                reads=(Resource(Part.GRADIENT, buffer),),
+                writes=(Resource(Part.SCRATCH_GRADIENT, stage),),
+                stage=stage,
+            )
+
+    def update(self, index: int, stage: int) -> None:
+        """The optimizer's ops of a stage whose gradients are complete."""
+        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        buffer = self.buffers.weights[stage]
+        refresh = self.held.get(buffer) == stage and self.next_holder(index, buffer) == stage
+        if not refresh and self.held.get(buffer) == stage:
+            del self.held[buffer]
+        loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
+        self.emit(Kind.NORM, writes=(gradient, *loans), stage=stage)
+        for piece in range(self.stages[stage].num_pieces):
+            slot = self.next_state
+            self.next_state = (slot + 1) % self.buffers.num_states
+            states = Resource(Part.STATE_SLOT, slot)
+            stored = Resource(Part.STATE, stage, piece)
+            refreshed = (Resource(Part.WEIGHTS, buffer),) if refresh else ()
+            self.emit(Kind.READ_STATES, reads=(stored,), writes=(states,), stage=stage, piece=piece, slot=slot)
+            self.emit(
+                Kind.UPDATE, reads=(gradient,), writes=(states, *refreshed), stage=stage, piece=piece, slot=slot, refresh=int(refresh)
+            )
+            self.emit(
+                Kind.WRITE_STATES,
+                reads=(states, Resource(Part.COMMIT, 0)),
+                writes=(stored,),
+                stage=stage,
+                piece=piece,
+                slot=slot,
+            )
+
+    def next_holder(self, index: int, buffer: int) -> int:
+        """The stage that uses a weight buffer next, this step or the next one."""
+        cycle = self.visits[index + 1 :] + self.visits
+        return next(visit.stage for visit in cycle if self.buffers.weights[visit.stage] == buffer)

@@ -1,0 +1,496 @@
+"""What each op of a plan does to real tensors and files: the executor's handler. Order is the plan's, not decided here.
+
+`trainer.py` sets this up and feeds it steps; `places.py` says where buffers are; `tiers/store.py` where chunks are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hoist.optim.adamw import AdamWHyperparameters, PieceUpdater, SegmentUpdate, decay_for
+from hoist.optim.norm import SquareSum
+from hoist.optim.split import merge
+from hoist.scheduler.context import Context
+from hoist.scheduler.executor import Done
+from hoist.scheduler.places import Places
+from hoist.scheduler.plan import Kind, Op
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, StagedModel
+from hoist.tiers.checksum import ChunkChecksum
+from hoist.tiers.format import StateArray
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
+from hoist.tiers.store import Store
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class StepState:
+    """What belongs to one step while it is under way; the next step may begin before it is finished."""
+
+    step: int
+    """Number of the step, from 1."""
+    batches: Sequence[Batch]
+    """One per micro-batch."""
+    num_items: int
+    """Counted tokens of the whole step."""
+    lr: float
+    """Learning rate of its updates."""
+    commit: Callable[[], None] | None
+    """Commits the step before, when the turn is reached; None if that is not due."""
+    contexts: list[Context | None] = field(default_factory=list)
+    """What layers are called with, per micro-batch; made by the embed stage's forward, dropped after its backward."""
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of the boundary activation of each micro-batch."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Per micro-batch, 0-d."""
+    touched: list[set[str]] = field(default_factory=list)
+    """Per stage, the own tensors that have got a gradient."""
+    lent: set[str] = field(default_factory=set)
+    """Tensors whose loan holds a gradient."""
+    square_sums: dict[int, float] = field(default_factory=dict)
+    """Per stage, once its gradients are complete."""
+    adam_steps: dict[str, int] | None = None
+    """All tensors' step counts as of the end of this step, once known."""
+    chunks_left: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Pieces of (stage, chunk) that are still to be written."""
+
+
+class _Join:
+    """Calls ``done`` once when ``count`` futures have ended, with the first error."""
+
+    def __init__(self, count: int, done: Done) -> None:
+        self._left = count
+        self._error: BaseException | None = None
+        self._done = done
+        self._lock = threading.Lock()
+
+    def part(self, future: object) -> None:
+        error = future.exception()  # type: ignore[attr-defined]  # a concurrent Future of any result
+        with self._lock:
+            if error is not None and self._error is None:
+                self._error = error
+            self._left -= 1
+            if self._left:
+                return
+        self._done(self._error)
+
+
+class Runtime:
+    """Carries out ops for one model, one store and one set of buffers."""
+
+    def __init__(
+        self,
+        *,
+        model: StagedModel,
+        store: Store,
+        engine: IoEngine,
+        places: Places,
+        piece_elements: int,
+        optimizer: AdamWHyperparameters,
+        no_decay_norms: bool,
+        seed: int,
+        adam_steps: Mapping[str, int],
+    ) -> None:
+        self._model = model
+        self._stages = model.stages
+        self._store = store
+        self._engine = engine
+        self._places = places
+        self._seed = seed
+        self._optimizer = optimizer
+        self._no_decay_norms = no_decay_norms
+        self._layouts: tuple[StageLayout, ...] = store.layouts
+        #: Per stage, the cuts that loads and updates share.
+        self.pieces: list[tuple[Piece, ...]] = [layout.pieces(piece_elements) for layout in self._layouts]
+        self._updater = PieceUpdater(optimizer)
+        self._square_sum = SquareSum()
+        #: Adam's step count of every trainable tensor; changed by the optim lane alone.
+        self.adam_steps: dict[str, int] = dict(adam_steps)
+        self._steps: dict[int, StepState] = {}
+        #: Step and stage whose backward runs, for the gradient hooks; set by the compute lane alone.
+        self._backward: tuple[StepState, int] | None = None
+        #: Checksums of the chunk that the optim lane writes now.
+        self._checksum: ChunkChecksum | None = None
+        #: Finished checksums of chunks whose writes are under way.
+        self._checksums: dict[tuple[int, int], dict[StateArray, int]] = {}
+        #: Guards chunks_left and _checksums, which I/O threads change too.
+        self._lock = threading.Lock()
+        self._own: list[dict[str, PlacedTensor]] = [
+            {placed.spec.name: placed for placed in layout.trainable} for layout in self._layouts
+        ]
+        self._bound = [places.tensors() for places in places.stages]
+        #: Where spilled activations and gradients go: path and byte offset, by key.
+        self.scratch_activations: dict[tuple[int, int], tuple[Path, int]] = {}
+        self.scratch_gradients: dict[int, tuple[Path, int]] = {}
+        self._run: dict[Kind, Callable[[Op, StepState], None]] = {
+            Kind.MERGE: self._merge,
+            Kind.BIND: self._bind,
+            Kind.UNBIND: self._unbind,
+            Kind.FORWARD: self._forward,
+            Kind.LOSS: self._loss,
+            Kind.BACKWARD: self._backward_op,
+            Kind.NORM: self._norm,
+            Kind.UPDATE: self._update,
+            Kind.COMMIT: self._commit,
+        }
+        self._start: dict[Kind, Callable[[Op, StepState, Done], None]] = {
+            Kind.READ_WEIGHTS: self._read_weights,
+            Kind.READ_FROZEN: self._read_frozen,
+            Kind.READ_STATES: self._read_states,
+            Kind.WRITE_STATES: self._write_states,
+            Kind.SPILL_ACTIVATION: self._spill_activation,
+            Kind.FETCH_ACTIVATION: self._fetch_activation,
+            Kind.SPILL_GRADIENT: self._spill_gradient,
+            Kind.FETCH_GRADIENT: self._fetch_gradient,
+        }
+        self._hook_gradients()
+
+    # ------------------------------------------------------------------ the executor's side
+
+    def begin(self, state: StepState) -> None:
+        """Take a step's inputs in, before the executor runs its plan."""
+        count = len(state.batches)
+        state.contexts = [None] * count
+        state.losses = [torch.zeros(())] * count
+        state.touched = [set() for _ in self._stages]
+        for stage, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                key = (stage, piece.chunk)
+                state.chunks_left[key] = state.chunks_left.get(key, 0) + 1
+        self._steps[state.step] = state
+
+    def end(self, step: int) -> None:
+        """Forget a step whose ops have all ended."""
+        self._steps.pop(step, None)
+
+    def release(self) -> None:
+        """Let go of the buffers: no op may follow."""
+        for stage in self._stages:
+            stage.unbind(forget=True)
+        self._bound.clear()
+        self._steps.clear()
+
+    def run(self, op: Op, step: int) -> None:
+        """Carry out a copy, compute, optim or commit op."""
+        self._run[op.kind](op, self._steps[step])
+
+    def start(self, op: Op, step: int, done: Done) -> None:
+        """Begin an I/O op."""
+        self._start[op.kind](op, self._steps[step], done)
+
+    # ------------------------------------------------------------------ weights
+
+    def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
+        piece = self.pieces[op.owner][op.piece]
+        staging = self._places.staging[op.slot]
+        num_bytes = 2 * piece.num_elements
+        join = _Join(2, done)
+        for half, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
+            place = self._store.place(op.owner, array, piece, write=False)
+            target = staging[half * num_bytes : (half + 1) * num_bytes]
+            self._engine.read(place.path, place.offset_bytes, target).add_done_callback(join.part)
+
+    def _merge(self, op: Op, state: StepState) -> None:
+        piece = self.pieces[op.owner][op.piece]
+        staging = self._places.staging[op.slot].view(torch.int16)
+        hi = staging[: piece.num_elements]
+        lo = staging[piece.num_elements : 2 * piece.num_elements]
+        places = self._places.stages[op.stage]
+        if op.owner == op.stage:
+            merge(hi, lo, places.piece_weights(piece))
+            return
+        for borrowed in places.borrowed:
+            if borrowed.owner != op.owner:
+                continue
+            first = max(piece.start, borrowed.placed.offset)
+            last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
+            if first < last:
+                target = borrowed.offset + first - borrowed.placed.offset
+                source = slice(first - piece.start, last - piece.start)
+                merge(hi[source], lo[source], places.weights[target : target + last - first])
+
+    def _read_frozen(self, op: Op, state: StepState, done: Done) -> None:
+        place = self._store.frozen_place(op.stage)
+        target = self._places.stages[op.stage].frozen
+        self._engine.read(place.path, place.offset_bytes, target).add_done_callback(_Join(1, done).part)
+
+    def _bind(self, op: Op, state: StepState) -> None:
+        self._stages[op.stage].bind(self._bound[op.stage])
+
+    def _unbind(self, op: Op, state: StepState) -> None:
+        self._stages[op.stage].unbind()
+
+    # ------------------------------------------------------------------ computation
+
+    def _seed_for(self, op: Op, state: StepState) -> None:
+        """Dropout masks depend on (seed, step, stage, micro-batch) alone: the same in recomputation, in any order."""
+        text = f"{self._seed}/{state.step}/{op.stage}/{op.micro_batch}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def _activation(self, slot: int, shape: Sequence[int]) -> Tensor:
+        count = 1
+        for side in shape:
+            count *= side
+        return self._places.activations[slot].view(torch.float32)[:count].view(tuple(shape))
+
+    def _context(self, op: Op, state: StepState) -> Context:
+        context = state.contexts[op.micro_batch]
+        if context is None:
+            raise RuntimeError(f"{op}: no context; the first stage has not run")
+        return context
+
+    def _forward(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        self._seed_for(op, state)
+        with torch.no_grad():
+            if isinstance(stage, EmbedStage):
+                hidden, context = stage.forward(state.batches[op.micro_batch])
+                for other in state.contexts:
+                    if other is not None:
+                        context = context.share_with(other)
+                state.contexts[op.micro_batch] = context
+                state.shapes[op.micro_batch] = tuple(hidden.shape)
+            elif isinstance(stage, LayerStage):
+                source = self._activation(op.slot, state.shapes[op.micro_batch])
+                hidden = stage.forward(source, self._context(op, state))
+            else:
+                raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
+            self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
+
+    def _loss(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        if not isinstance(stage, HeadStage):
+            raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        slot = self._activation(op.slot, state.shapes[op.micro_batch])
+        hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
+        self._seed_for(op, state)
+        loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
+        self._run_backward(op, state, loss, None)
+        state.losses[op.micro_batch] = loss.detach()
+        self._keep_input_gradient(slot, hidden)
+
+    def _backward_op(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        shape = state.shapes[op.micro_batch]
+        gradient = self._activation(op.output_slot, shape)
+        self._seed_for(op, state)
+        if isinstance(stage, EmbedStage):
+            hidden, _ = stage.forward(state.batches[op.micro_batch])
+            self._run_backward(op, state, hidden, gradient)
+            state.contexts[op.micro_batch] = None
+        elif isinstance(stage, LayerStage):
+            slot = self._activation(op.slot, shape)
+            source = slot.data.requires_grad_()
+            output = stage.forward(source, self._context(op, state))
+            self._run_backward(op, state, output, gradient)
+            self._keep_input_gradient(slot, source)
+        else:
+            raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
+
+    def _run_backward(self, op: Op, state: StepState, output: Tensor, gradient: Tensor | None) -> None:
+        if not output.requires_grad:
+            return  # nothing trainable on the way
+        self._backward = (state, op.stage)
+        try:
+            torch.autograd.backward(output, gradient)
+        finally:
+            self._backward = None
+
+    @staticmethod
+    def _keep_input_gradient(slot: Tensor, source: Tensor) -> None:
+        """The gradient of a stage's input takes the place of that input, which is not needed any more."""
+        if source.grad is None:
+            slot.zero_()
+        else:
+            slot.copy_(source.grad)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _hook_gradients(self) -> None:
+        """Have autograd hand each weight's gradient over as soon as it is complete for the micro-batch."""
+        for index, stage in enumerate(self._stages):
+            stage.bind(self._bound[index])
+            for name, parameter in stage.parameters().items():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._gradient_hook(index, name))
+            stage.unbind()
+
+    def _gradient_hook(self, stage: int, name: str) -> Callable[[Tensor], None]:
+        placed = self._own[stage].get(name)
+        target = self._places.stages[stage].gradient(placed) if placed is not None else self._places.loans[name]
+
+        def accumulate(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            current = self._backward
+            if gradient is None or current is None:
+                raise RuntimeError(f"{name}: a gradient arrived outside of a stage's backward")
+            state, running = current
+            if running != stage:
+                raise RuntimeError(f"{name}: a gradient of stage {stage} arrived in the backward of stage {running}")
+            seen = state.touched[stage] if placed is not None else state.lent
+            # The first gradient is put, not added to zeros, as autograd does: 0.0 + -0.0 would lose a sign.
+            if name in seen:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                seen.add(name)
+
+        return accumulate
+
+    def _take_loans(self, stage: int, state: StepState) -> None:
+        """Add what borrowers have left to the owner's own gradient, once both are complete.
+
+        Own and lent sums are kept apart until then, so that the result does not depend on the plan's order.
+        """
+        touched = state.touched[stage]
+        for name in sorted(state.lent & self._own[stage].keys()):
+            gradient = self._places.stages[stage].gradient(self._own[stage][name])
+            if name in touched:
+                gradient.add_(self._places.loans[name])
+            else:
+                gradient.copy_(self._places.loans[name])
+                touched.add(name)
+            state.lent.remove(name)
+
+    # ------------------------------------------------------------------ optimizer
+
+    def _norm(self, op: Op, state: StepState) -> None:
+        self._take_loans(op.stage, state)
+        places = self._places.stages[op.stage]
+        total = 0.0
+        for name, placed in self._own[op.stage].items():
+            if name in state.touched[op.stage]:
+                total += self._square_sum.square_sum(places.gradient(placed))
+                self.adam_steps[name] += 1
+        state.square_sums[op.stage] = total
+        if len(state.square_sums) == len(self._stages):
+            state.adam_steps = dict(self.adam_steps)
+
+    def _chunk_is_touched(self, stage: int, chunk: int, state: StepState) -> bool:
+        layout = self._layouts[stage]
+        first = chunk * layout.chunk_elements
+        touched = state.touched[stage]
+        return any(segment.name in touched for segment in layout.segments(first, first + layout.chunk_elements))
+
+    def _read_states(self, op: Op, state: StepState, done: Done) -> None:
+        piece = self.pieces[op.stage][op.piece]
+        slot = self._places.states[op.slot]
+        join = _Join(len(StateArray), done)
+        for position, array in enumerate(StateArray):
+            place = self._store.place(op.stage, array, piece, write=False)
+            target = slot.bytes_of(position, piece.num_elements)
+            self._engine.read(place.path, place.offset_bytes, target).add_done_callback(join.part)
+
+    def _update(self, op: Op, state: StepState) -> None:
+        piece = self.pieces[op.stage][op.piece]
+        layout = self._layouts[op.stage]
+        if not self._chunk_is_touched(op.stage, piece.chunk, state):
+            return
+        places = self._places.stages[op.stage]
+        slot = self._places.states[op.slot]
+        weight_hi, weight_lo, exp_avg, exp_avg_sq = slot.arrays(piece.num_elements)
+        touched = state.touched[op.stage]
+        segments = [
+            SegmentUpdate(
+                start=segment.start - piece.start,
+                stop=segment.start - piece.start + segment.num_elements,
+                adam_step=self.adam_steps[segment.name],
+                lr=state.lr,
+                weight_decay=self._decay(op.stage, segment.name),
+            )
+            for segment in layout.segments(piece.start, piece.stop)
+            if segment.name in touched
+        ]
+        self._updater.update(
+            weight_hi=weight_hi,
+            weight_lo=weight_lo,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gradient=places.gradients[piece.start : piece.stop],
+            segments=segments,
+        )
+        if op.refresh:
+            merge(weight_hi, weight_lo, places.piece_weights(piece))
+        first_of_chunk = piece.start == piece.chunk * layout.chunk_elements
+        if first_of_chunk:
+            self._checksum = ChunkChecksum(layout, piece.chunk)
+        if self._checksum is None:
+            raise RuntimeError(f"{op}: pieces of a chunk must come in order")
+        for position, array in enumerate(StateArray):
+            self._checksum.extend(array, slot.bytes_of(position, piece.num_elements))
+        is_last = op.piece + 1 == len(self.pieces[op.stage]) or self.pieces[op.stage][op.piece + 1].chunk != piece.chunk
+        if is_last:
+            with self._lock:
+                self._checksums[op.stage, piece.chunk] = self._checksum.finish()
+            self._checksum = None
+
+    def _decay(self, stage: int, name: str) -> float:
+        shape = self._own[stage][name].spec.shape
+        return decay_for(name, shape, self._optimizer.weight_decay, no_decay_norms=self._no_decay_norms)
+
+    def _write_states(self, op: Op, state: StepState, done: Done) -> None:
+        piece = self.pieces[op.stage][op.piece]
+        if not self._chunk_is_touched(op.stage, piece.chunk, state):
+            done(None)  # no tensor of the chunk has a gradient: its stored version stays the newest
+            return
+        slot = self._places.states[op.slot]
+
+        def written(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self._note_piece(op.stage, piece, state)
+            except BaseException as failure:
+                error = failure
+            done(error)
+
+        join = _Join(len(StateArray), written)
+        for position, array in enumerate(StateArray):
+            place = self._store.place(op.stage, array, piece, write=True)
+            source = slot.bytes_of(position, piece.num_elements)
+            self._engine.write(place.path, place.offset_bytes, source).add_done_callback(join.part)
+
+    def _note_piece(self, stage: int, piece: Piece, state: StepState) -> None:
+        key = (stage, piece.chunk)
+        with self._lock:
+            state.chunks_left[key] -= 1
+            if state.chunks_left[key]:
+                return
+            checksums = self._checksums.pop(key)
+        self._store.note_written(stage, piece.chunk, checksums)
+
+    def _commit(self, op: Op, state: StepState) -> None:
+        if state.commit is not None:
+            state.commit()
+
+    # ------------------------------------------------------------------ scratch
+
+    def _spill_activation(self, op: Op, state: StepState, done: Done) -> None:
+        path, offset = self.scratch_activations[op.stage, op.micro_batch]
+        source = self._places.activations[op.slot]
+        self._engine.write(path, offset, source).add_done_callback(_Join(1, done).part)
+
+    def _fetch_activation(self, op: Op, state: StepState, done: Done) -> None:
+        path, offset = self.scratch_activations[op.stage, op.micro_batch]
+        target = self._places.activations[op.slot]
+        self._engine.read(path, offset, target).add_done_callback(_Join(1, done).part)
+
+    def _gradient_bytes(self, stage: int) -> Tensor:
+        return self._places.stages[stage].gradients.view(torch.uint8)
+
+    def _spill_gradient(self, op: Op, state: StepState, done: Done) -> None:
+        path, offset = self.scratch_gradients[op.stage]
+        self._engine.write(path, offset, self._gradient_bytes(op.stage)).add_done_callback(_Join(1, done).part)
+
+    def _fetch_gradient(self, op: Op, state: StepState, done: Done) -> None:
+        path, offset = self.scratch_gradients[op.stage]
+        self._engine.read(path, offset, self._gradient_bytes(op.stage)).add_done_callback(_Join(1, done).part)

@@ -1,0 +1,134 @@
+"""From a model and a configuration to sizes: layouts, what tied tensors need, and the memory plan. Changes nothing on disk.
+
+Used before a store is created, so that what cannot fit is refused first, and again when one is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hoist.scheduler import memory, workspace
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
+from hoist.scheduler.places import (
+    PAGE_BYTES,
+    Borrowed,
+    Places,
+    lay_out_borrowed,
+    loan_bytes,
+    weight_bytes,
+    weight_elements,
+)
+from hoist.scheduler.plan import StageShape, horizontal, vertical
+from hoist.scheduler.stages import StagedModel
+from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Everything about a run that follows from model and configuration alone."""
+
+    layouts: tuple[StageLayout, ...]
+    borrowed: tuple[tuple[Borrowed, ...], ...]
+    """Per stage, the tensors it uses that an earlier stage owns."""
+    loans: dict[str, PlacedTensor]
+    """Trainable tensors that some stage borrows, by name."""
+    memory: MemoryPlan
+    hidden_shape: tuple[int, ...]
+    """Shape of the largest boundary activation."""
+    scratch_activation_bytes: int
+    """NVMe scratch for boundary activations: all of a step's, or 0 if none is ever spilled."""
+    scratch_gradient_bytes: int
+    """NVMe scratch for gradients: all stages', or 0."""
+
+    def places(self) -> Places:
+        """Allocate the arena and carve it up."""
+        return Places(memory=self.memory, layouts=self.layouts, borrowed=self.borrowed, loans=self.loans)
+
+    def shapes(self) -> tuple[StageShape, ...]:
+        """What plans need to know of the stages."""
+        return _shapes(self.layouts, self.borrowed, self.memory.piece_elements)
+
+
+def _shapes(
+    layouts: Sequence[StageLayout], borrowed: Sequence[Sequence[Borrowed]], piece_elements: int
+) -> tuple[StageShape, ...]:
+    pieces = [layout.pieces(piece_elements) for layout in layouts]
+    shapes = []
+    for layout, own, lent in zip(layouts, pieces, borrowed, strict=True):
+        needed: dict[tuple[int, int], None] = {}
+        for tensor in lent:
+            first, last = tensor.placed.offset, tensor.placed.offset + tensor.placed.spec.num_elements
+            for piece in pieces[tensor.owner]:
+                if piece.start < last and first < piece.stop:
+                    needed[tensor.owner, piece.index] = None
+        shapes.append(
+            StageShape(
+                chunks=tuple(piece.chunk for piece in own),
+                has_frozen=bool(layout.frozen_bytes),
+                borrowed=tuple(needed),
+            )
+        )
+    return tuple(shapes)
+
+
+def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_ELEMENTS) -> tuple[StageLayout, ...]:
+    """Layouts of all stages of a new store."""
+    return tuple(
+        lay_out(index=stage.index, name=stage.name, tensors=stage.tensors, max_chunk_elements=max_chunk_elements)
+        for stage in model.stages
+    )
+
+
+def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
+    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small."""
+    placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
+    owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in layout.trainable}
+    borrowed = tuple(
+        lay_out_borrowed(layout, [(owner_of[name], placed[name]) for name in stage.borrowed])
+        for stage, layout in zip(model.stages, layouts, strict=True)
+    )
+    loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
+    tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
+    found = workspace.measure(model, {"input_ids": tokens, "labels": tokens})
+    hidden_bytes = FLOAT_BYTES
+    for side in found.hidden_shape:
+        hidden_bytes *= side
+    batch_bytes = 2 * tokens.nbytes
+    demand = Demand(
+        stages=tuple(
+            StageBytes(
+                name=layout.name,
+                weights=weight_bytes(layout, lent),
+                gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
+                workspace=space,
+            )
+            for layout, lent, space in zip(layouts, borrowed, found.stages, strict=True)
+        ),
+        loan_bytes=loan_bytes(loans),
+        activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
+        num_boundaries=(len(layouts) - 1) * config.num_micro_batches,
+        # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.
+        context_bytes=2 * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
+        max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
+        horizontal=config.plan == "horizontal",
+    )
+    division = memory.divide(demand, budget_bytes=config.host_memory_bytes, resident_weights=config.resident_weights)
+    make = vertical if config.plan == "vertical" else horizontal
+    shapes = _shapes(layouts, borrowed, division.piece_elements)
+    # Fewer micro-batches have fewer boundaries: if the largest step spills nothing, no step does.
+    largest = make(shapes, config.num_micro_batches, division.buffers(), cold=True)
+    return Setup(
+        layouts=tuple(layouts),
+        borrowed=borrowed,
+        loans=loans,
+        memory=division,
+        hidden_shape=found.hidden_shape,
+        scratch_activation_bytes=demand.num_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
+        scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
+    )

@@ -1,0 +1,361 @@
+"""Cuts a Hugging Face causal LM into stages: embed, one per decoder layer, head. No code for any one architecture.
+
+A stage owns tensors, takes their values from whoever holds them, and runs forward; backward is torch's. What runs when
+is `plan.py`, where the values lie is `hoist.tiers`. How the cut is found is `probe.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from hoist.scheduler.context import Context, same_structure
+from hoist.scheduler.errors import ConfigError, ModelError
+from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
+from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
+from hoist.tiers.layout import DTYPE_BYTES, TensorSpec
+from torch import nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+#: What a step feeds: input_ids and labels, int64 [B, S]; attention_mask [B, S] and other model inputs as needed.
+Batch = Mapping[str, torch.Tensor]
+
+
+class _Weight:
+    """A parameter or persistent buffer: every place that holds it, and what is put there while it is away."""
+
+    def __init__(self, name: str, places: Sequence[Location], spec: TensorSpec, dtype: torch.dtype) -> None:
+        self.name = name
+        self.places = tuple(places)
+        self.spec = spec
+        #: dtype of the computation, which the absent tensor has.
+        self.dtype = dtype
+        self.is_parameter = places[0].is_parameter
+        self.absent = self.wrap(absent(places[0].get(), dtype), trainable=False)
+
+    def wrap(self, value: torch.Tensor, *, trainable: bool) -> torch.Tensor:
+        """``value`` as the places take it: a Parameter over the same memory, or the buffer itself."""
+        # .data and not .detach(): buffers carved from one mapping share a version counter, and autograd would take a
+        # write to any of them for a change of this weight.
+        return nn.Parameter(value.data, requires_grad=trainable) if self.is_parameter else value
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Have every place hold ``tensor``."""
+        for place in self.places:
+            place.set(tensor)
+
+
+class Stage:
+    """The smallest part of a model that is scheduled. Its weights are absent except between ``bind`` and ``unbind``.
+
+    Stages of one model share its modules: at most one of them runs at a time, on one thread.
+    """
+
+    def __init__(self, index: int, name: str, model: PreTrainedModel, stack: Stack) -> None:
+        #: Position in the model, from 0.
+        self.index = index
+        #: ``embed``, ``layer.0`` ... or ``head``.
+        self.name = name
+        self._model = model
+        self._stack = stack
+        self._owned: dict[str, _Weight] = {}
+        self._borrowed: dict[str, _Weight] = {}
+        #: What is bound now, by canonical name; empty when the stage is not bound.
+        self._bound: dict[str, torch.Tensor] = {}
+        #: Every tensor bound so far; a Parameter here keeps the memory that it was bound to alive.
+        self._cache: dict[tuple[object, ...], torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Parameters and persistent buffers that the stage owns, by their ``state_dict()`` names, in model order."""
+        return tuple(weight.spec for weight in self._owned.values())
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Names of tensors that an earlier stage owns and this one uses too (tied weights)."""
+        return tuple(self._borrowed)
+
+    def bind(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let the stage compute with ``values``: exactly its owned and borrowed tensors, by canonical name.
+
+        No copy: the model's Parameters lie on the memory of the values, and the same memory always gets the same
+        Parameter object, so hooks and ``.grad`` stay with it. The values' dtype is the dtype of the computation.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape is wrong; the stage is then as before.
+        """
+        weights = self._owned | self._borrowed
+        if values.keys() != weights.keys():
+            difference = sorted(values.keys() ^ weights.keys())
+            raise ValueError(f"stage {self.name}: names missing or not of this stage: {', '.join(difference[:4])}")
+        for name, weight in weights.items():
+            if tuple(values[name].shape) != weight.spec.shape:
+                raise ValueError(f"{name} has shape {tuple(values[name].shape)}, expected {weight.spec.shape}")
+        self.unbind()
+        for name, weight in weights.items():
+            value = values[name]
+            place = (value.untyped_storage()._cdata, value.storage_offset())  # fake tensors have no data_ptr
+            key = (name, place, value.dtype, value.device, value.stride())
+            if key not in self._cache:
+                self._cache[key] = weight.wrap(value, trainable=weight.spec.trainable)
+            self._bound[name] = self._cache[key]
+            weight.put(self._bound[name])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The Parameters bound now, owned and borrowed, by canonical name; the trainable ones require a gradient."""
+        return {name: tensor for name, tensor in self._bound.items() if isinstance(tensor, nn.Parameter)}
+
+    def unbind(self, *, forget: bool = False) -> None:
+        """Make the weights absent again: using one gives NaN. Does nothing to a stage that is not bound.
+
+        Args:
+            forget: drop the Parameters made so far too, and with them the memory that they lie on.
+        """
+        weights = self._owned | self._borrowed
+        for name, tensor in self._bound.items():
+            for place in weights[name].places:
+                # another stage may have bound a tied weight meanwhile
+                if place.get() is tensor:
+                    place.set(weights[name].absent)
+        self._bound = {}
+        if forget:
+            self._cache = {}
+
+    def initialise(self, values: Mapping[str, torch.Tensor], *, seed: int) -> None:
+        """Fill ``values``, the owned tensors by name, in place with transformers' initial distributions.
+
+        Depends on ``seed``, the model and the stage's name alone; torch's generators are left as they were.
+
+        Raises:
+            ValueError: the names are not those of the owned tensors.
+            ModelError: transformers gives a tensor no initial value; the values are then undefined.
+        """
+        if values.keys() != self._owned.keys():
+            difference = sorted(values.keys() ^ self._owned.keys())
+            raise ValueError(f"stage {self.name}: names missing or not owned: {', '.join(difference[:4])}")
+        self.unbind()
+        try:
+            for name, weight in self._owned.items():
+                weight.put(weight.wrap(values[name], trainable=False))
+            targets = {name: weight.places[0] for name, weight in self._owned.items()}
+            initialize_tensors(self._model, targets, seed=stage_seed(seed, self.name))
+            for name, weight in self._owned.items():
+                if weight.places[0].get().data_ptr() != values[name].data_ptr():
+                    raise ModelError(f"{type(self._model).__name__}: _init_weights does not fill {name} in place")
+        finally:
+            for weight in self._owned.values():
+                weight.put(weight.absent)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around the stage's forward: weights are bound, and persistent buffers come out as they went in."""
+        if self._bound.keys() != self._owned.keys() | self._borrowed.keys():
+            raise RuntimeError(f"stage {self.name} is not bound")
+        parameters = self.parameters()
+        buffers = {name: tensor._version for name, tensor in self._bound.items() if name not in parameters}
+        yield
+        weights = self._owned | self._borrowed
+        for name, version in buffers.items():
+            current = weights[name].places[0].get()
+            if current is not self._bound[name] or current._version != version:
+                raise ModelError(
+                    f"{type(self._model).__name__}: the forward changes the buffer {name}, and recomputation would "
+                    "change it again; such models cannot be staged"
+                )
+
+
+class EmbedStage(Stage):
+    """Everything before the first layer: the model's own forward, with recorders where the layers were."""
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, Context]:
+        """The first layer's hidden state, [B, S, H], and what the layers are to be called with.
+
+        With gradients enabled the hidden state has the graph back to the embeddings.
+
+        Raises:
+            ModelError: this forward does not run through the layers as the probe's did.
+        """
+        with self._running():
+            recorder = self._stack.recorder(type(self._model).__name__)
+            try:
+                with intercepted(self._stack.layers, recorder):
+                    self._model(**model_inputs(batch))
+            except Stop:
+                pass
+            return recorder.result()
+
+
+class LayerStage(Stage):
+    """One decoder layer."""
+
+    def __init__(self, index: int, name: str, model: PreTrainedModel, stack: Stack, layer: int) -> None:
+        super().__init__(index, name, model, stack)
+        self._layer = layer
+
+    def forward(self, hidden: torch.Tensor, context: Context) -> torch.Tensor:
+        """The next hidden state, of the shape and dtype of ``hidden``, [B, S, H].
+
+        Raises:
+            ModelError: the layer hands on more than a hidden state, or another shape or dtype.
+        """
+        args, kwargs = context.arguments(self._layer, hidden)
+        args_given, kwargs_given = context.arguments(self._layer, hidden)
+        with self._running():
+            result = self._stack.layers[self._layer](*args, **kwargs)
+        if not same_structure((args_given, kwargs_given), (args, kwargs)):
+            raise self._refusal("changes the containers that it is called with")
+        output = self._stack.form.unwrap(result)
+        if output is None:
+            raise self._refusal("returns tensors besides its hidden state, which the model hands on")
+        if output.shape != hidden.shape or output.dtype != hidden.dtype:
+            raise self._refusal(f"turns {hidden.dtype} {tuple(hidden.shape)} into {output.dtype} {tuple(output.shape)}")
+        return output
+
+    def _refusal(self, fault: str) -> ModelError:
+        return ModelError(f"{type(self._model).__name__}: {self.name} {fault}; such models cannot be staged")
+
+
+class HeadStage(Stage):
+    """Everything after the last layer: the rest of the model's own forward, and the loss."""
+
+    def forward(self, hidden: torch.Tensor, batch: Batch, context: Context, num_items: float) -> torch.Tensor:
+        """The loss, 0-d float32: cross-entropy summed over the counted labels of ``batch``, over ``num_items``.
+
+        Equal, bit for bit, to the loss of the model itself called with labels and ``num_items_in_batch``. The part
+        before the layers runs too, on absent weights and without gradients; what it gives is dropped, so ``context`` is
+        not needed.
+
+        Args:
+            hidden: the last layer's output, [B, S, H].
+            num_items: counted labels (shifted, not -100) of the whole step. A micro-batch may have none: its loss is 0.
+
+        Raises:
+            ConfigError: ``num_items`` is not positive, so the step has no loss.
+        """
+        if num_items <= 0:
+            raise ConfigError(f"num_items is {num_items}: the step has no counted label to learn from")
+        logits = self.logits(hidden, batch)
+        loss: torch.Tensor = self._model.loss_function(
+            logits=logits, labels=batch["labels"], vocab_size=logits.shape[-1], num_items_in_batch=num_items
+        )
+        return loss
+
+    def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The model's logits, [B, S, V], from the last layer's output, [B, S, H]."""
+        with self._running():
+            injector = self._stack.injector(hidden)
+            # the injector enables gradients again: what runs before it is dropped and needs no graph
+            with torch.no_grad(), intercepted(self._stack.layers, injector):
+                output = self._model(**model_inputs(batch))
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+class StagedModel:
+    """A causal LM cut into stages. Made by :func:`split`; the model's weights are absent."""
+
+    def __init__(self, model: PreTrainedModel, stages: tuple[Stage, ...], aliases: dict[str, str]) -> None:
+        self.model = model
+        self.config = model.config
+        #: ``embed``, the layers in the order of the forward, ``head``.
+        self.stages = stages
+        #: Canonical name of each further name that ``state_dict()`` has for a shared tensor.
+        self.aliases = aliases
+        self._by_name = {spec.name: (stage, spec) for stage in stages for spec in stage.tensors}
+
+    @property
+    def embed(self) -> EmbedStage:
+        """The first stage."""
+        stage = self.stages[0]
+        if not isinstance(stage, EmbedStage):
+            raise TypeError(f"the first stage is a {type(stage).__name__}")
+        return stage
+
+    @property
+    def layers(self) -> tuple[LayerStage, ...]:
+        """The stages between the first and the last."""
+        return tuple(stage for stage in self.stages if isinstance(stage, LayerStage))
+
+    @property
+    def head(self) -> HeadStage:
+        """The last stage."""
+        stage = self.stages[-1]
+        if not isinstance(stage, HeadStage):
+            raise TypeError(f"the last stage is a {type(stage).__name__}")
+        return stage
+
+    def tensor(self, name: str) -> tuple[Stage, TensorSpec]:
+        """The owning stage and the description of a tensor, by any of its ``state_dict()`` names.
+
+        Raises:
+            KeyError: the model has no tensor of that name.
+        """
+        return self._by_name[self.aliases.get(name, name)]
+
+
+def split(model: PreTrainedModel) -> StagedModel:
+    """Cut ``model`` (see ``build_model``) into stages; whatever values its weights had are dropped.
+
+    A weight belongs to the first stage that uses it, and is lent to the others. A weight that no part of the forward
+    uses belongs to ``head``, where it never gets a gradient. Torch's random generators are left as they were.
+
+    Raises:
+        ModelError: the model has no stack of decoder layers, or it hands on more than one hidden state between layers.
+    """
+    _refuse_by_config(model)
+    make_absent(model)
+    stack = find_stack(model)
+    head_index = len(stack.layers) + 1
+    stages: list[Stage] = [EmbedStage(0, "embed", model, stack)]
+    stages += [LayerStage(n + 1, f"layer.{n}", model, stack, n) for n in range(len(stack.layers))]
+    stages.append(HeadStage(head_index, "head", model, stack))
+
+    layers_of_module: dict[int, set[int]] = {}
+    for number, layer in enumerate(stack.layers):
+        for module in layer.modules():
+            layers_of_module.setdefault(id(module), set()).add(number + 1)
+    tied_targets = set(getattr(model, "all_tied_weights_keys", None) or {})
+    aliases: dict[str, str] = {}
+    for places in shared_locations(model):
+        key = places[0].get().untyped_storage().data_ptr()
+        users = {stage for place in places for stage in layers_of_module.get(id(place.module), ())}
+        users |= ({0} if key in stack.used_before else set()) | ({head_index} if key in stack.used_after else set())
+        names = [place.name for place in places]
+        name = next((name for name in names if name not in tied_targets), names[0])
+        aliases |= {other: name for other in names if other != name}
+        weight = _weight(model, name, places)
+        owner, *others = sorted(users) or [head_index]
+        stages[owner]._owned[name] = weight
+        for other in others:
+            stages[other]._borrowed[name] = weight
+        weight.put(weight.absent)
+    logger.debug("%s: %d layers, %d tied names", type(model).__name__, len(stack.layers), len(aliases))
+    return StagedModel(model, tuple(stages), aliases)
+
+
+def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
+    tensor = places[0].get()
+    trainable = tensor.requires_grad
+    dtype = "float32" if trainable else str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{type(model).__name__}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
+    spec = TensorSpec(name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype)
+    return _Weight(name, places, spec, tensor.dtype)
+
+
+def _refuse_by_config(model: PreTrainedModel) -> None:
+    """Refuse what a probe of one forward cannot see."""
+    name = type(model).__name__
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                f"{name}: output_router_logits adds a loss over what every layer returns, which stages do not carry; "
+                "set output_router_logits to false in the config"
+            )
+        for key, value in vars(config).items():
+            if ("layerdrop" in key or "layer_drop" in key) and isinstance(value, int | float) and value > 0:
+                raise ModelError(f"{name}: {key} {value} skips layers at random; set it to 0 or build with dropout 0")

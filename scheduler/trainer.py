@@ -1,0 +1,301 @@
+"""The public trainer: a store, a model and a budget; ``step(micro_batches)`` trains one step and returns its metrics.
+
+It sets up buffers, plans and lanes and keeps the books. Ops are carried out in `runtime.py`; creating a store is
+`creation.py`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.executor import Executor, Span, lane_times
+from hoist.scheduler.link import LinkedPlan, link
+from hoist.scheduler.memory import MemoryPlan
+from hoist.scheduler.models import private_rng
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.runtime import Batch, Runtime, StepState
+from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.stages import StagedModel
+from hoist.tiers.errors import StoreRefusedError
+from hoist.tiers.footprint import PeakSampler, anonymous_bytes
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.store import Store
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """What one step did. One JSON object a step in ``--metrics``."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    """Mean over the counted labels of the whole step, before the update."""
+    grad_norm: float
+    """Global 2-norm of the step's gradients."""
+    lr: float
+    """Learning rate of the step's updates."""
+    tokens: int
+    """Tokens that went through the model."""
+    seconds: float
+    """Wall time from this step's call to its return."""
+    nvme_read_bytes: int
+    """Bytes read from the store's drive since the previous step returned."""
+    nvme_written_bytes: int
+    """Bytes written to it since then."""
+    busy_seconds: dict[str, float]
+    """Per lane: time at work."""
+    stall_seconds: dict[str, float]
+    """Per lane: time idle while it still had work to do in this step."""
+    host_peak_bytes: int
+    """Most anonymous and shared memory beyond the baseline, so far in the run."""
+    device_peak_bytes: int
+    """Most memory on an accelerator; 0 on a CPU-only machine."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Position:
+    """Where the run stands, as of the end of a step."""
+
+    step: int
+    adam_steps: Mapping[str, int]
+    run: Mapping[str, Any]
+
+
+class Trainer:
+    """Trains a staged model whose states live in a store. Close it when done; use it as a context manager.
+
+    A step's updates may still be under way when :meth:`step` returns; :meth:`commit` and :meth:`close` wait for them.
+    After any error the trainer cannot go on: close it and open the store again, which is at its last commit.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: StagedModel,
+        store: Store,
+        engine: IoEngine,
+        config: TrainerConfig,
+        baseline_bytes: int | None = None,
+        setup: Setup | None = None,
+    ) -> None:
+        """``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
+
+        Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
+        changed then.
+        """
+        expected = [stage.tensors for stage in model.stages]
+        stored = [_specs_in(layout.trainable, layout.frozen) for layout in store.layouts]
+        if [sorted(map(repr, specs)) for specs in expected] != [sorted(map(repr, specs)) for specs in stored]:
+            raise StoreRefusedError(
+                f"{store.directory}: the store holds another model; give its own --model, another --store, or --fresh"
+            )
+        if store.record is None:
+            raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
+        self.config = config
+        self._store = store
+        self._engine = engine
+        self._setup = setup or prepare(model, store.layouts, config)
+        self._places = self._setup.places()
+        self._shapes = self._setup.shapes()
+        self._runtime = Runtime(
+            model=model,
+            store=store,
+            engine=engine,
+            places=self._places,
+            piece_elements=self._setup.memory.piece_elements,
+            optimizer=config.optimizer,
+            no_decay_norms=config.no_decay_norms,
+            seed=config.seed,
+            adam_steps=store.record.adam_steps,
+        )
+        self._reserve_scratch()
+        self._executor = Executor(self._runtime)
+        #: Linked plans by (micro-batches, cold).
+        self._plans: dict[tuple[int, bool], LinkedPlan] = {}
+        self._position = _Position(
+            step=store.record.step, adam_steps=store.record.adam_steps, run=store.record.run
+        )
+        #: Steps whose state the runtime still keeps.
+        self._open_steps: list[int] = []
+        self._cold = True
+        self._last_spans: list[Span] = []
+        self._sampler = PeakSampler(anonymous_bytes() if baseline_bytes is None else baseline_bytes)
+        self._read_bytes = engine.statistics().read_bytes
+        self._written_bytes = engine.statistics().written_bytes
+        self._closed = False
+
+    @property
+    def step_number(self) -> int:
+        """Steps done so far, those of earlier runs of the store included."""
+        return self._position.step
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the budget is divided."""
+        return self._setup.memory
+
+    @property
+    def last_spans(self) -> list[Span]:
+        """When each op ran that ended between the last two returns of :meth:`step`: the timeline of a step."""
+        return self._last_spans
+
+    def step(self, micro_batches: Sequence[Batch], *, run: Mapping[str, Any] | None = None) -> StepMetrics:
+        """Train one step on 1 to ``num_micro_batches`` micro-batches.
+
+        A micro-batch is a mapping with ``input_ids`` and ``labels``, int64 [B, S], and optionally ``attention_mask``
+        [B, S]; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
+        mean over all counted labels of the step, however they fall into micro-batches.
+
+        ``run`` is JSON that a commit keeps with this step (data position and the like); :attr:`Store.record` returns it.
+
+        Raises ConfigError, with nothing done, on batches that do not fit; TransferError when a drive fails; whatever
+        the model raises. After the latter two, only :meth:`close` may be called.
+        """
+        started = time.perf_counter()
+        num_items = self._check(micro_batches)
+        step = self._position.step + 1
+        committable = self._position
+        due = committable.step % self.config.commit_every == 0
+        recorded = self._store.record
+        wanted = due and recorded is not None and recorded.step < committable.step
+        state = StepState(
+            step=step,
+            batches=micro_batches,
+            num_items=num_items,
+            lr=self.config.schedule.at(step),
+            commit=(lambda: self._commit(committable)) if wanted else None,
+        )
+        self._runtime.begin(state)
+        self._open_steps.append(step)
+        with private_rng():
+            spans = self._executor.run(self._plan(len(micro_batches)), step)
+        self._cold = False
+        self._forget_finished()
+        self._position = _Position(step=step, adam_steps=state.adam_steps or {}, run=dict(run or {}))
+        stopped = time.perf_counter()
+        self._last_spans = spans
+        return self._metrics(state, spans, started, stopped)
+
+    def commit(self) -> None:
+        """Finish every update and make the store's state that of the last step, durably. Does nothing if it is already."""
+        self._executor.drain()
+        record = self._store.record
+        if record is None or record.step < self._position.step:
+            self._commit(self._position)
+
+    def _commit(self, position: _Position) -> None:
+        self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
+
+    def close(self) -> None:
+        """Stop the lanes and free the memory. What was not committed is lost. Idempotent; store and engine stay open."""
+        if self._closed:
+            return
+        self._closed = True
+        self._executor.close()
+        self._sampler.close()
+        self._runtime.release()
+        self._places.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------
+
+    def _check(self, micro_batches: Sequence[Batch]) -> int:
+        """Number of counted labels of the step. Raises ConfigError on what the buffers were not made for."""
+        config = self.config
+        if not 1 <= len(micro_batches) <= config.num_micro_batches:
+            raise ConfigError(
+                f"micro_batches: {len(micro_batches)} given, 1 to {config.num_micro_batches} (num_micro_batches) allowed"
+            )
+        num_items = 0
+        for index, batch in enumerate(micro_batches):
+            ids, labels = batch["input_ids"], batch["labels"]
+            if ids.dim() != 2 or ids.shape != labels.shape:
+                raise ConfigError(
+                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must be [B, S] alike"
+                )
+            if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
+                raise ConfigError(
+                    f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
+                    f"{config.seq_len} tokens (micro_batch_size, seq_len)"
+                )
+            num_items += int((labels[:, 1:] != IGNORED_LABEL).sum())
+        if not num_items:
+            raise ConfigError("labels: the step has no counted label to learn from; all are -100")
+        return num_items
+
+    def _plan(self, num_micro_batches: int) -> LinkedPlan:
+        key = (num_micro_batches, self._cold)
+        if key not in self._plans:
+            make = vertical if self.config.plan == "vertical" else horizontal
+            plan = make(self._shapes, num_micro_batches, self._setup.memory.buffers(), cold=self._cold)
+            self._plans[key] = link(plan)
+        return self._plans[key]
+
+    def _reserve_scratch(self) -> None:
+        """Files for what a step may spill, so that a full drive is an error now and not during a step."""
+        setup = self._setup
+        if setup.scratch_activation_bytes:
+            path = self._store.scratch_file("activations", setup.scratch_activation_bytes)
+            size = setup.memory.demand.activation_bytes
+            for boundary in range(setup.memory.demand.num_boundaries):
+                key = divmod(boundary, self.config.num_micro_batches)
+                self._runtime.scratch_activations[key] = (path, boundary * size)
+        if setup.scratch_gradient_bytes:
+            path = self._store.scratch_file("gradients", setup.scratch_gradient_bytes)
+            offset = 0
+            for stage, size in enumerate(stage.gradients for stage in setup.memory.demand.stages):
+                self._runtime.scratch_gradients[stage] = (path, offset)
+                offset += size
+
+    def _forget_finished(self) -> None:
+        """The executor starts a step only when the one before the last has ended: keep two."""
+        while len(self._open_steps) > 2:
+            self._runtime.end(self._open_steps.pop(0))
+
+    def _metrics(self, state: StepState, spans: list[Span], started: float, stopped: float) -> StepMetrics:
+        statistics = self._engine.statistics()
+        read, written = statistics.read_bytes, statistics.written_bytes
+        times = lane_times(spans, started, stopped)
+        metrics = StepMetrics(
+            step=state.step,
+            loss=float(torch.stack(state.losses).sum()),
+            grad_norm=math.sqrt(math.fsum(state.square_sums.values())),
+            lr=state.lr,
+            tokens=sum(batch["input_ids"].numel() for batch in state.batches),
+            seconds=stopped - started,
+            nvme_read_bytes=read - self._read_bytes,
+            nvme_written_bytes=written - self._written_bytes,
+            busy_seconds={lane.value: times[lane].busy_seconds for lane in times},
+            stall_seconds={lane.value: times[lane].stall_seconds for lane in times},
+            host_peak_bytes=self._sampler.peak_bytes,
+            device_peak_bytes=0,
+        )
+        self._read_bytes, self._written_bytes = read, written
+        return metrics
+
+
+def _specs_in(*groups: Sequence[Any]) -> list[Any]:
+    return [placed.spec for group in groups for placed in group]
+

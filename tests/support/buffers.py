@@ -1,0 +1,75 @@
+"""Buffers and files for I/O tests: aligned or deliberately skewed tensors, patterns, what the page cache holds.
+
+Engines are in `engines.py` and `systemcalls.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import torch
+
+PAGE_BYTES = 4096
+
+
+def empty_buffer(num_bytes: int, *, skew: int = 0) -> torch.Tensor:
+    """A uint8 buffer full of 0x55 whose address is ``skew`` bytes past a multiple of 4096."""
+    whole = torch.full((num_bytes + 2 * PAGE_BYTES,), 0x55, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE_BYTES + skew
+    return whole[start : start + num_bytes]
+
+
+def random_buffer(num_bytes: int, *, seed: int, skew: int = 0) -> torch.Tensor:
+    """The same with random bytes, the same for the same seed."""
+    buffer = empty_buffer(num_bytes, skew=skew)
+    generator = torch.Generator().manual_seed(seed)
+    buffer.copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator))
+    return buffer
+
+
+def buffer_bytes(buffer: torch.Tensor) -> bytes:
+    """The buffer's content."""
+    return buffer.numpy().tobytes()
+
+
+def make_file(path: Path, content: bytes | int) -> Path:
+    """A durable file with that content, or with that many zero bytes; nothing of it stays in the page cache."""
+    path.write_bytes(bytes(content) if isinstance(content, int) else content)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def num_cached_pages(path: Path) -> int:
+    """How many pages of a file the page cache holds, asked with reads that must not wait for the drive."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        cached = 0
+        for offset in range(0, path.stat().st_size, PAGE_BYTES):
+            try:
+                cached += os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno != errno.EAGAIN:
+                    raise
+        return cached
+    finally:
+        os.close(descriptor)
+
+
+def open_descriptors(below: Path) -> list[str]:
+    """Files under a directory that this process has open."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  (names are enough)
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if target.startswith(f"{below}/"):
+            found.append(target)
+    return found

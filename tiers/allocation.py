@@ -1,0 +1,190 @@
+"""What a directory holds, whether a store fits in it, and reserving its files so that a full disk shows at once.
+
+Refusals here come before anything is changed. The order of a creation is `store.py`'s business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from hoist.tiers import format as store_format
+from hoist.tiers.errors import StoreFormatError, StoreRefusedError
+
+#: Entries of a store's directory that hoist makes; a creation that replaces a store removes these and no others.
+OWN_NAMES = frozenset(
+    {
+        store_format.METADATA_NAME,
+        store_format.COMMIT_NAME,
+        store_format.COMMIT_TEMPORARY_NAME,
+        store_format.LOCK_NAME,
+        store_format.STATUS_NAME,
+        store_format.CRC_DIRECTORY,
+        store_format.STAGES_DIRECTORY,
+        store_format.SCRATCH_DIRECTORY,
+    }
+)
+#: What the root of an ext4 file system holds when new: a drive may be mounted right at the store's directory.
+_IGNORED_NAMES = frozenset({"lost+found"})
+#: Room for directories, indirect blocks and the commit records, beyond the files' own bytes.
+OVERHEAD_BYTES = 1 << 20
+#: The same, per file: a directory entry, an inode, extents.
+OVERHEAD_BYTES_PER_FILE = 512
+
+#: Done and total bytes.
+Progress = Callable[[int, int], None]
+
+
+class DirectoryState(Enum):
+    """What is at a path where a store is wanted."""
+
+    MISSING = "missing"
+    """Nothing; :meth:`Store.create` makes the directory."""
+    EMPTY = "empty"
+    """An empty directory, or one with hoist's LOCK alone."""
+    UNCOMMITTED = "uncommitted"
+    """A store whose creation never came to a first commit: holds nothing, and is replaced."""
+    COMMITTED = "committed"
+    """A store that can be opened."""
+    FOREIGN = "foreign"
+    """A file, or a directory with entries that are not hoist's."""
+
+
+def directory_state(directory: Path) -> DirectoryState:
+    """Look, change nothing. A dangling link counts as foreign. Raises StoreRefusedError if it may not be looked at."""
+    try:
+        if not os.path.lexists(directory):
+            return DirectoryState.MISSING
+        if not directory.is_dir():
+            return DirectoryState.FOREIGN
+        names = {entry.name for entry in directory.iterdir()} - _IGNORED_NAMES
+    except OSError as error:
+        raise StoreRefusedError(f"{directory}: cannot be read: {error.strerror}") from error
+    if names <= {store_format.LOCK_NAME}:
+        return DirectoryState.EMPTY
+    metadata = directory / store_format.METADATA_NAME
+    try:
+        store_format.hoist_attributes(metadata.read_bytes(), metadata)
+    except OSError:
+        return DirectoryState.FOREIGN
+    except StoreFormatError:
+        # A creation cut short within its first write leaves nothing but hoist's own names.
+        only_ours = names <= OWN_NAMES and store_format.COMMIT_NAME not in names
+        return DirectoryState.UNCOMMITTED if only_ours else DirectoryState.FOREIGN
+    return DirectoryState.COMMITTED if store_format.COMMIT_NAME in names else DirectoryState.UNCOMMITTED
+
+
+def check_creatable(directory: Path, *, fresh: bool) -> DirectoryState:
+    """Raise StoreRefusedError unless a store may be created at ``directory``, as far as its place and content go."""
+    state = directory_state(directory)
+    if state is DirectoryState.MISSING:
+        parent = directory.parent
+        if not parent.is_dir():
+            what = "is not a directory" if parent.exists() else "does not exist"
+            raise StoreRefusedError(
+                f"{directory}: cannot create the store: {parent} {what}; create it, or name another place"
+            )
+        _check_writable(parent)
+    elif state is DirectoryState.FOREIGN:
+        what = "is not empty and holds no hoist store" if directory.is_dir() else "is not a directory"
+        raise StoreRefusedError(f"{directory}: {what}; name an empty or a new directory")
+    else:
+        if state is DirectoryState.COMMITTED and not fresh:
+            raise StoreRefusedError(
+                f"{directory}: holds a committed store; resume it, or start over in it with --fresh"
+            )
+        _check_writable(directory)
+    return state
+
+
+def _check_writable(directory: Path) -> None:
+    if not os.access(directory, os.W_OK | os.X_OK):
+        read_only = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+        why = "its file system is mounted read-only" if read_only else "permission denied"
+        raise StoreRefusedError(f"{directory}: cannot be written: {why}; name another place for the store")
+
+
+def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) -> None:
+    """Raise StoreRefusedError if files of ``sizes`` bytes, and ``extra_bytes``, don't fit beside what others hold.
+
+    Counts what an unprivileged user may take (reserved blocks excluded), and what removing the store that is at
+    ``directory`` now would give back.
+    """
+    place = directory if directory.exists() else directory.parent
+    status = os.statvfs(place)
+    block = status.f_frsize
+    need = sum(-(-size // block) * block for size in sizes) + extra_bytes
+    need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
+    free = status.f_bavail * block + _reclaimable_bytes(directory)
+    if need > free:
+        raise StoreRefusedError(
+            f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
+            f"{free} bytes ({free / 2**30:.2f} GiB) are free; free some, or name a place on a larger drive"
+        )
+
+
+def _reclaimable_bytes(directory: Path) -> int:
+    total = 0
+    for name in OWN_NAMES - {store_format.LOCK_NAME}:
+        for parent, _, names in os.walk(directory / name):
+            total += sum(os.lstat(f"{parent}/{entry}").st_blocks * 512 for entry in names)
+    return total
+
+
+def allocate(path: Path, num_bytes: int) -> None:
+    """Create ``path`` if need be and reserve its first ``num_bytes`` bytes, which read as zeros where new. Not durable.
+
+    A file that has all its blocks is left as it is. Raises StoreRefusedError if the drive is full, over quota, or
+    forbids files so large; the file may then exist with fewer blocks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        status = os.fstat(descriptor)
+        if num_bytes and (status.st_size < num_bytes or status.st_blocks * 512 < num_bytes):
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = os.fstatvfs(descriptor)
+        raise StoreRefusedError(
+            f"{path}: cannot reserve {num_bytes} bytes: {error.strerror}; "
+            f"{free.f_bavail * free.f_frsize} bytes are free"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def sync_file_system(directory: Path) -> None:
+    """Make everything on ``directory``'s file system durable: one call for the thousands of entries of a new store."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directory))
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a directory's entries durable: creations, renames and removals in it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file whole and fsync it. The directory entry is the caller's to sync."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+

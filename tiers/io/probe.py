@@ -1,0 +1,148 @@
+"""How fast a directory's drive is through an engine, measured by a real write, flush, read and check. For `doctor`.
+
+Chunk files are dealt out to drives in proportion to these numbers (`store.py`); nothing is remembered here.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hoist.tiers.errors import StoreRefusedError
+from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
+
+#: One 8-byte stamp a page makes every page of the file different.
+_STAMP_STRIDE = IO_ALIGN_BYTES // 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bandwidth:
+    """What one measurement saw."""
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    """The final fdatasync included."""
+    verified: bool
+    """Every byte read back was the byte written."""
+    direct: bool
+    """Nothing went through the page cache."""
+
+
+def measure_bandwidth(
+    directory: Path,
+    engine: IoEngine,
+    *,
+    num_bytes: int = 256 * 2**20,
+    request_bytes: int = 4 * 2**20,
+    in_flight: int = 4,
+) -> Bandwidth:
+    """Write, flush, read and check a temporary file of about ``num_bytes`` in ``directory``; it is always removed.
+
+    Requests are of ``request_bytes`` (a multiple of 4096), ``in_flight`` of them at once; host memory used is that many
+    buffers and one more. The engine should do nothing else meanwhile. Raises StoreRefusedError where the file cannot be
+    made, TransferError where a transfer fails.
+    """
+    if request_bytes < 1 or request_bytes % IO_ALIGN_BYTES:
+        raise ValueError(f"request_bytes: got {request_bytes}, must be a positive multiple of {IO_ALIGN_BYTES}")
+    if in_flight < 1:
+        raise ValueError(f"in_flight: got {in_flight}, must be at least 1")
+    num_requests = max(1, -(-num_bytes // request_bytes))
+    path = _make_file(directory, num_requests * request_bytes)
+    try:
+        return _measure(path, engine, num_requests, request_bytes, in_flight)
+    finally:
+        engine.forget(path)
+        path.unlink()
+
+
+def _make_file(directory: Path, file_bytes: int) -> Path:
+    """An empty file with its space allocated, as the store's chunk files are."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".hoist-probe-", dir=directory.absolute())
+    except OSError as error:
+        raise StoreRefusedError(f"{directory}: cannot make a file there: {error.strerror}") from error
+    try:
+        os.posix_fallocate(descriptor, 0, file_bytes)
+    except OSError as error:
+        Path(name).unlink()
+        raise StoreRefusedError(
+            f"{directory}: cannot allocate {file_bytes / 2**20:g} MiB to measure with: {error.strerror}"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return Path(name)
+
+
+def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int) -> Bandwidth:
+    buffered_before = engine.statistics().buffered_bytes
+    ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+    pages = torch.arange(request_bytes // IO_ALIGN_BYTES, dtype=torch.int64)
+    expected = torch.randint(0, 256, (request_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for buffer in ring:
+        buffer.copy_(expected)
+
+    def stamp(index: int, buffer: torch.Tensor) -> None:
+        buffer.view(torch.int64)[::_STAMP_STRIDE] = pages + index * len(pages)
+
+    def write(index: int, buffer: torch.Tensor) -> Future[None]:
+        stamp(index, buffer)
+        return engine.write(path, index * request_bytes, buffer)
+
+    def read(index: int, buffer: torch.Tensor) -> Future[None]:
+        return engine.read(path, index * request_bytes, buffer)
+
+    def check(index: int, buffer: torch.Tensor) -> None:
+        stamp(index, expected)
+        if not torch.equal(buffer, expected):
+            wrong.append(index)
+
+    wrong: list[int] = []
+    started = time.perf_counter()
+    _stream(num_requests, ring, write)
+    engine.flush(path).result()
+    written = time.perf_counter()
+    _stream(num_requests, ring, read)
+    finished = time.perf_counter()
+    # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
+    for buffer in ring:
+        buffer.fill_(0xAA)
+    _stream(num_requests, ring, read, check)
+    total = num_requests * request_bytes
+    return Bandwidth(
+        read_bytes_per_second=total / (finished - written),
+        write_bytes_per_second=total / (written - started),
+        verified=not wrong,
+        direct=engine.statistics().buffered_bytes == buffered_before,
+    )
+
+
+def _stream(
+    num_requests: int,
+    ring: list[torch.Tensor],
+    start: Callable[[int, torch.Tensor], Future[None]],
+    use: Callable[[int, torch.Tensor], None] = lambda index, buffer: None,
+) -> None:
+    """Keep the ring's buffers in flight until all requests are done. Leaves none in flight, whatever is raised."""
+    flying: dict[int, Future[None]] = {}
+    try:
+        for index in range(num_requests + len(ring)):
+            done = index - len(ring)
+            if done >= 0:
+                flying.pop(done).result()
+                use(done, ring[done % len(ring)])
+            if index < num_requests:
+                flying[index] = start(index, ring[index % len(ring)])
+    finally:
+        wait(flying.values())
+
+
+def _aligned_buffer(num_bytes: int) -> torch.Tensor:
+    whole = torch.empty(num_bytes + IO_ALIGN_BYTES, dtype=torch.uint8)
+    skip = -whole.data_ptr() % IO_ALIGN_BYTES
+    return whole[skip : skip + num_bytes]

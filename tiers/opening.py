@@ -1,0 +1,133 @@
+"""Reads a store's small files and checks them against each other; settles and tidies after an interrupted writer.
+
+What the bytes mean is `format.py`'s business; the chunk files are looked at by `inventory.py` and `verify.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hoist.tiers import allocation, checksum, creation
+from hoist.tiers import format as store_format
+from hoist.tiers.allocation import DirectoryState
+from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.format import CommitRecord, StageChecksums
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import StageLayout
+
+
+@dataclass(kw_only=True, slots=True)
+class Opened:
+    """What reading a store's small files gave."""
+
+    layouts: tuple[StageLayout, ...]
+    attributes: dict[str, Any]
+    record: CommitRecord
+    checksums: list[StageChecksums]
+
+
+def _metadata_paths(layouts: Sequence[StageLayout]) -> list[str]:
+    """The zarr.json files that a commit's ``metadata_crc32c`` covers, in order."""
+    name = store_format.METADATA_NAME
+    return [name, *(f"{store_format.stage_path(layout)}/{name}" for layout in layouts)]
+
+
+def metadata_crc32c(metadata: Mapping[str, bytes], layouts: Sequence[StageLayout]) -> int:
+    """CRC32C of the zarr.json files that :func:`_metadata_paths` names, as a commit keeps it."""
+    return checksum.of_bytes(b"".join(metadata[path] for path in _metadata_paths(layouts)))
+
+
+def why_no_commit(directory: Path) -> str:
+    """One line for people on why a directory without COMMIT.json cannot be opened."""
+    match allocation.directory_state(directory):
+        case DirectoryState.MISSING:
+            return f"{directory}: does not exist; create the store first"
+        case DirectoryState.UNCOMMITTED:
+            return f"{directory}: the store's creation never finished; create it again"
+        case _:
+            return f"{directory}: holds no hoist store"
+
+
+def settle_commit(directory: Path) -> None:
+    """Make the COMMIT.json that we are about to trust durable, else a crash soon after its rename could undo it."""
+    descriptor = os.open(directory / store_format.COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    allocation.sync_directory(directory)
+
+
+def read(directory: Path) -> Opened:
+    """Read and check the small files, again if a writer commits meanwhile (its old CRC file is gone then).
+
+    Raises StoreFormatError with file, offset or field, and what was seen.
+    """
+    commit_path = directory / store_format.COMMIT_NAME
+    while True:
+        commit_bytes = _read_file(commit_path)
+        try:
+            return _read_commit(directory, commit_bytes)
+        except StoreFormatError:
+            if _read_file(commit_path) == commit_bytes:
+                raise
+
+
+def _read_commit(directory: Path, commit_bytes: bytes) -> Opened:
+    root_path = directory / store_format.METADATA_NAME
+    root = _read_file(root_path)
+    attributes = store_format.hoist_attributes(root, root_path)
+    store_format.check_version(attributes.get("format_version"), root_path)
+    commit_path = directory / store_format.COMMIT_NAME
+    record = store_format.decode_commit(commit_bytes, commit_path)
+    if record.store_id != attributes.get("store_id"):
+        expected = attributes.get("store_id")
+        seen = f"expected {root_path}'s {expected!r}, saw {record.store_id!r}"
+        raise StoreFormatError(f"{commit_path}: store_id: {seen}")
+    stages = attributes.get("stages")
+    if not isinstance(stages, list) or not all(isinstance(name, str) for name in stages):
+        raise StoreFormatError(f"{root_path}: attributes.hoist.stages: expected a list of names, saw {stages!r:.100}")
+    metadata = {store_format.METADATA_NAME: root}
+    layouts = []
+    for name in stages:
+        relative = f"{store_format.STAGES_DIRECTORY}/{name}/{store_format.METADATA_NAME}"
+        metadata[relative] = _read_file(directory / relative)
+        layouts.append(store_format.decode_layout(metadata[relative], directory / relative, directory=name))
+    actual = metadata_crc32c(metadata, layouts)
+    if actual != record.metadata_crc32c:
+        raise StoreFormatError(
+            f"{directory}: {store_format.METADATA_NAME} of the root or of a stage was changed: "
+            f"{store_format.COMMIT_NAME} states metadata_crc32c {record.metadata_crc32c:08x}, the files give {actual:08x}"
+        )
+    counts = [layout.num_chunks for layout in layouts]
+    if [len(digits) for digits in record.slots] != counts:
+        seen = [len(digits) for digits in record.slots]
+        raise StoreFormatError(f"{commit_path}: slots: expected {counts} chunks per stage, saw {seen}")
+    checksum_path = directory / record.checksum_file
+    checksums = store_format.decode_checksums(
+        _read_file(checksum_path), checksum_path, layouts=layouts, expected_crc32c=record.checksum_file_crc32c
+    )
+    own = store_format.callers_attributes(attributes)
+    return Opened(layouts=tuple(layouts), attributes=own, record=record, checksums=checksums)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreFormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
+    """Remove what a killed writer left: a half-made commit and scratch."""
+    (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
+    for path in (directory / store_format.CRC_DIRECTORY).iterdir():
+        if path != directory / record.checksum_file:
+            path.unlink()
+    scratch = directory / store_format.SCRATCH_DIRECTORY
+    creation.remove_tree(scratch, engine)
+    scratch.mkdir()

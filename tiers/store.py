@@ -1,0 +1,446 @@
+"""The store: a run's states on NVMe, as a Zarr v3 hierarchy that opens at its last commit. Moves no chunk bytes itself.
+
+It says where a piece is read and written (callers move it with an engine), keeps checksums, and commits. Bytes on disk:
+`format.py`; order of a commit: `commit.py`; which slot: `slots.py`; free space: `allocation.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from hoist.tiers import allocation, checksum, creation, inventory, opening, verify
+from hoist.tiers import format as store_format
+from hoist.tiers.allocation import DirectoryState, Progress
+from hoist.tiers.commit import CommitSequence, CommitStatistics
+from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
+from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
+from hoist.tiers.inventory import BadChunk, StoredChunk
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import Piece, StageLayout
+from hoist.tiers.lock import StoreLock
+from hoist.tiers.slots import ChunkState, SlotTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A range of a file, ready for an engine."""
+
+    path: Path
+    offset_bytes: int
+    num_bytes: int
+
+
+class Store:
+    """One run's store. Make with :meth:`create` or :meth:`open`; close when done (the engine stays the caller's).
+
+    Life of a chunk: ``place(..., write=True)`` for each piece and array, the caller's writes, ``note_written`` when all
+    are done, ``commit``. Reading goes to what was last noted as written. Calls may come from several threads; a write's
+    place and a note wait while a commit runs, reads don't.
+
+    After a failed commit nothing more can be written or committed (RuntimeError): open the store again.
+    """
+
+    #: What a commit does, step by step; tests put a sequence here that stops between steps.
+    commit_sequence: ClassVar[type[CommitSequence]] = CommitSequence
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        engine: IoEngine,
+        lock: StoreLock | None,
+        layouts: tuple[StageLayout, ...],
+        attributes: dict[str, Any],
+        store_id: str,
+        metadata_crc32c: int,
+        drives: tuple[Mapping[str, Any], ...],
+        record: CommitRecord | None,
+        checksums: list[StageChecksums] | None,
+    ) -> None:
+        """Not for callers: see :meth:`create` and :meth:`open`."""
+        #: Absolute.
+        self.directory = directory
+        #: In stage order; ``layouts[i].index == i``.
+        self.layouts = layouts
+        #: What the creator gave: model configuration and the like.
+        self.attributes = attributes
+        #: Names this store among all.
+        self.store_id = store_id
+        #: The last commit; None before the first.
+        self.record = record
+        self._engine = engine
+        #: Held as long as the store is open for writing; None if it is read-only.
+        self._lock = lock
+        self._metadata_crc32c = metadata_crc32c
+        self._drives = drives
+        self._slots = SlotTable([layout.num_chunks for layout in layouts], None if record is None else record.slots)
+        #: Of the newest complete version of each chunk; 0 where there is none yet.
+        self._newest = checksums or [
+            StageChecksums(chunks=np.zeros((layout.num_chunks, len(StateArray)), np.uint32), frozen=0)
+            for layout in layouts
+        ]
+        #: As of the last commit.
+        self._committed = _copy(self._newest)
+        #: Stages whose frozen array was written since the store was created; all of them once there is a commit.
+        self._frozen_written = {layout.index for layout in layouts if layout.frozen_bytes and record is not None}
+        #: Guards slots and checksums; held through a commit. Looking up a slot to read is a single load, without it.
+        self._gate = threading.Lock()
+        #: Why nothing may be written any more; None as long as all is well.
+        self._broken: BaseException | None = None
+        self._closed = False
+        stages = [directory / store_format.stage_path(layout) for layout in layouts]
+        #: Per stage: directory of each array's chunks, by array and slot.
+        self._chunk_directories = [
+            {
+                (array, slot): stage / array.value / "c" / str(slot)
+                for array in StateArray
+                for slot in range(store_format.NUM_SLOTS)
+            }
+            for stage in stages
+        ]
+
+    # --- making and opening ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        *,
+        layouts: Sequence[StageLayout],
+        attributes: Mapping[str, Any],
+        engine: IoEngine,
+        scratch_bytes: int = 0,
+        fresh: bool = False,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Make a store with every chunk file reserved on the drive, reading as zeros, and nothing committed.
+
+        Every chunk and frozen array must be written and noted before the first commit. ``scratch_bytes`` is counted
+        in the free-space check; ``progress`` gets done and total bytes reserved. What an earlier creation that never
+        committed left is replaced; so is a committed store with ``fresh``, whose COMMIT.json is removed durably first.
+
+        Raises StoreRefusedError (place missing, read-only, not a directory, occupied, too small) with nothing changed,
+        StoreLockedError if another process writes there, ValueError on attributes that are not JSON. After any later
+        failure, what was created is removed; a store that was being replaced is gone as soon as its COMMIT.json is.
+        """
+        directory = directory.absolute()
+        store_id = str(uuid.uuid4())
+        metadata = store_format.metadata_files(layouts, attributes, store_id=store_id)
+        files = {chunk.path: chunk.num_bytes for chunk in inventory.all_chunks(directory, layouts)}
+
+        def check() -> DirectoryState:
+            state = allocation.check_creatable(directory, fresh=fresh)
+            checksums_bytes = 4 * len(files)  # one file each commit, two for a moment
+            sizes = [*files.values(), *map(len, metadata.values()), checksums_bytes, checksums_bytes]
+            allocation.check_space(directory, sizes, extra_bytes=scratch_bytes)
+            return state
+
+        made_directory = check() is DirectoryState.MISSING and creation.make_directory(directory)
+        lock: StoreLock | None = None
+        untouched = True
+        try:
+            lock = StoreLock(directory / store_format.LOCK_NAME)
+            check()  # again, now that nobody else can change it
+            untouched = False
+            creation.remove_store(directory, engine)
+            creation.build(directory, metadata, files, progress)
+        except BaseException:
+            try:
+                if not untouched:
+                    creation.remove_store(directory, engine)
+            finally:
+                if lock is not None:
+                    lock.release(remove=lock.created)
+                if made_directory:
+                    with contextlib.suppress(OSError):  # not empty: another process was quicker to take the lock
+                        directory.rmdir()
+            raise
+        name = store_format.METADATA_NAME
+        root = store_format.hoist_attributes(metadata[name], directory / name)
+        return cls(
+            directory=directory,
+            engine=engine,
+            lock=lock,
+            layouts=tuple(layouts),
+            attributes=store_format.callers_attributes(root),  # as opening would read them
+            store_id=store_id,
+            metadata_crc32c=opening.metadata_crc32c(metadata, layouts),
+            drives=({"id": str(uuid.uuid4()), "path": "."},),
+            record=None,
+            checksums=None,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        engine: IoEngine,
+        writable: bool = True,
+        check: Literal["sizes", "crc"] = "sizes",
+        progress: Progress | None = None,
+    ) -> Self:
+        """Open a store at its last commit. ``check="crc"`` also re-reads every committed chunk (``progress`` in bytes).
+
+        For writing: takes the lock, makes the commit that is seen durable, fills holes that copying left in chunk
+        files, empties scratch, removes what an interrupted commit left. Read-only: takes no lock, changes nothing; a
+        writer may then overwrite what was committed here once it commits again (:meth:`is_current` tells).
+
+        Raises StoreRefusedError (no store here, none ever committed, drive full), StoreLockedError, StoreFormatError
+        (metadata, COMMIT.json, CRC file) or CorruptChunkError (a chunk missing, of the wrong size, or, with "crc",
+        failing its checksum). The store is unchanged then.
+        """
+        directory = directory.absolute()
+        if not (directory / store_format.COMMIT_NAME).is_file():
+            raise StoreRefusedError(opening.why_no_commit(directory))
+        lock = StoreLock(directory / store_format.LOCK_NAME) if writable else None
+        try:
+            if writable:
+                opening.settle_commit(directory)
+            found = opening.read(directory)
+            store = cls(
+                directory=directory,
+                engine=engine,
+                lock=lock,
+                layouts=found.layouts,
+                attributes=found.attributes,
+                store_id=found.record.store_id,
+                metadata_crc32c=found.record.metadata_crc32c,
+                drives=found.record.drives,
+                record=found.record,
+                checksums=found.checksums,
+            )
+            every = inventory.all_chunks(directory, found.layouts)
+            committed = store._committed_chunks()
+            bad = next(inventory.check_sizes(every if writable else committed), None)
+            if bad is None and check == "crc":
+                bad = next(store.verify(progress=progress), None)
+            if bad is not None:
+                raise CorruptChunkError(str(bad))
+            if writable:
+                for chunk in every:
+                    if inventory.lacks_blocks(chunk):
+                        allocation.allocate(chunk.path, chunk.num_bytes)
+                opening.tidy(directory, found.record, engine)
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Give the lock back. What was not committed is lost. Idempotent; the engine stays open."""
+        self._closed = True
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- chunks ---------------------------------------------------------------------------------------------------
+
+    def place(self, stage: int, array: StateArray, piece: Piece, *, write: bool) -> Place:
+        """Where ``piece`` of ``array`` is read (its newest complete version) or written (the slot not committed).
+
+        Asking for a write's place begins a write of the whole chunk: all four arrays must be written, and
+        :meth:`note_written` called, before the next commit. Raises RuntimeError on reading what was never written, and
+        on writing to a store that is read-only, closed or broken.
+        """
+        layout = self.layouts[stage]
+        first = piece.chunk * layout.chunk_elements
+        if not (first <= piece.start < piece.stop <= first + layout.chunk_elements):
+            raise ValueError(f"piece: {piece} does not lie in a chunk of stage {layout.name!r}")
+        if write:
+            with self._gate:
+                self._check_writable()
+                slot = self._slots.begin_write(stage, piece.chunk)
+        else:
+            slot = self._slots.read_slot(stage, piece.chunk)
+        return Place(
+            path=self._chunk_directories[stage][array, slot] / str(piece.chunk),
+            offset_bytes=(piece.start - first) * array.itemsize,
+            num_bytes=piece.num_elements * array.itemsize,
+        )
+
+    def chunk_state(self, stage: int, chunk: int) -> ChunkState:
+        """Where the chunk's newest version is."""
+        return self._slots.state(stage, chunk)
+
+    def note_written(self, stage: int, chunk: int, checksums: Mapping[StateArray, int]) -> None:
+        """All pieces of the chunk's four arrays have been written (futures done): it is now the version to read.
+
+        ``checksums`` are those of the whole chunk files (:class:`hoist.tiers.checksum.ChunkChecksum`). Raises
+        ValueError if one is missing, RuntimeError if no write had begun.
+        """
+        if set(checksums) != set(StateArray):
+            raise ValueError(f"checksums: expected one for each of {', '.join(array.value for array in StateArray)}")
+        row = np.array([checksums[array] for array in StateArray], dtype=np.uint32)
+        with self._gate:
+            self._check_writable()
+            self._slots.end_write(stage, chunk)
+            self._newest[stage].chunks[chunk] = row
+
+    def frozen_place(self, stage: int) -> Place:
+        """The stage's whole frozen array. Written once, between creation and the first commit."""
+        layout = self.layouts[stage]
+        if not layout.frozen_bytes:
+            raise ValueError(f"stage {layout.name!r}: has no frozen tensors")
+        path = self.directory / store_format.frozen_path(layout)
+        return Place(path=path, offset_bytes=0, num_bytes=layout.frozen_bytes)
+
+    def note_frozen(self, stage: int, crc32c: int) -> None:
+        """The stage's frozen array has been written whole. Raises RuntimeError after the first commit (one slot)."""
+        layout = self.layouts[stage]
+        if not layout.frozen_bytes:
+            raise ValueError(f"stage {layout.name!r}: has no frozen tensors")
+        with self._gate:
+            self._check_writable()
+            if self.record is not None:
+                raise RuntimeError(f"stage {layout.name!r}: frozen tensors are committed and have no second slot")
+            self._newest[stage].frozen = crc32c
+            self._frozen_written.add(stage)
+
+    # --- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, *, step: int, adam_steps: Mapping[str, int], run: Mapping[str, Any]) -> CommitStatistics:
+        """Make the newest version of every chunk the store's state, durably. Blocks; writes wait meanwhile.
+
+        Raises ValueError (``run`` is not JSON, ``step`` goes back) or RuntimeError (a chunk never or half written, a
+        store that cannot be written) with nothing changed. After a TransferError or OSError the drive holds the commit
+        before or this one, whole, and this object cannot write any more.
+        """
+        started = time.perf_counter()
+        with self._gate:
+            self._check_writable()
+            before = self.record
+            if before is not None and step < before.step:
+                raise ValueError(f"step: {step} is before the committed step {before.step}")
+            slots = self._slots.newest_slots()
+            for layout in self.layouts:
+                if layout.frozen_bytes and layout.index not in self._frozen_written:
+                    raise RuntimeError(f"stage {layout.name!r}: frozen tensors were never written, cannot commit")
+            generation = 1 if before is None else before.generation + 1
+            checksums = store_format.encode_checksums(self.layouts, self._newest)
+            record = CommitRecord(
+                store_id=self.store_id,
+                generation=generation,
+                step=step,
+                slots=slots,
+                checksum_file=store_format.checksum_path(generation),
+                checksum_file_crc32c=checksum.of_bytes(checksums),
+                metadata_crc32c=self._metadata_crc32c,
+                adam_steps=dict(adam_steps),
+                run=dict(run),
+                drives=self._drives,
+            )
+            encoded = store_format.encode_commit(record)
+            paths = self._unflushed_paths()
+            try:
+                flush_seconds = self.commit_sequence(self.directory, self._engine).run(
+                    paths=paths,
+                    checksum_file=record.checksum_file,
+                    checksums=checksums,
+                    record=encoded,
+                    superseded=None if before is None else before.checksum_file,
+                )
+            except BaseException as error:
+                self._broken = error
+                raise
+            self._slots.published()
+            self._committed = _copy(self._newest)
+            self.record = store_format.decode_commit(encoded, self.directory / store_format.COMMIT_NAME)
+        return CommitStatistics(
+            generation=generation,
+            step=step,
+            num_files=len(paths),
+            record_bytes=len(encoded) + len(checksums),
+            flush_seconds=flush_seconds,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _unflushed_paths(self) -> list[Path]:
+        """Files written since the last commit, or since creation."""
+        paths = [
+            self._chunk_directories[stage][array, self._slots.read_slot(stage, chunk)] / str(chunk)
+            for stage, chunk in self._slots.chunks_in(ChunkState.WRITTEN)
+            for array in StateArray
+        ]
+        if self.record is None:
+            paths += [self.frozen_place(stage).path for stage in sorted(self._frozen_written)]
+        return paths
+
+    def _check_writable(self) -> None:
+        if self._lock is None:
+            raise RuntimeError(f"{self.directory}: the store was opened read-only")
+        if self._closed:
+            raise RuntimeError(f"{self.directory}: the store is closed")
+        if self._broken is not None:
+            raise RuntimeError(f"{self.directory}: a commit failed ({self._broken}); open the store again to go on")
+
+    # --- checking and scratch -------------------------------------------------------------------------------------
+
+    def verify(
+        self, *, buffer_bytes: int = verify.BUFFER_BYTES, progress: Progress | None = None
+    ) -> Iterator[BadChunk]:
+        """Re-read every committed chunk and yield those that differ from what was committed; see `verify.py`.
+
+        May run beside training: a commit's chunks are not touched before the next commit.
+        """
+        chunks = self._committed_chunks()
+        return verify.verify_chunks(chunks, self._engine, buffer_bytes=buffer_bytes, progress=progress)
+
+    def is_current(self) -> bool:
+        """True if the store on the drive is still at :attr:`record`: no other process has committed or replaced it."""
+        path = self.directory / store_format.COMMIT_NAME
+        try:
+            return self.record is not None and store_format.decode_commit(path.read_bytes(), path) == self.record
+        except FileNotFoundError:
+            return False
+
+    def _committed_chunks(self) -> list[StoredChunk]:
+        if self.record is None:
+            return []
+        return [
+            chunk
+            for stage, layout in enumerate(self.layouts)
+            for chunk in inventory.stage_chunks(
+                self.directory,
+                layout,
+                slots=[[int(slot)] for slot in self.record.slots[stage]],
+                checksums=self._committed[stage],
+            )
+        ]
+
+    def scratch_file(self, name: str, num_bytes: int) -> Path:
+        """A file under scratch/ with ``num_bytes`` reserved; its content is undefined and dies with the run.
+
+        Raises StoreRefusedError if the drive cannot hold it, RuntimeError on a store that cannot be written.
+        """
+        self._check_writable()
+        if not name or "/" in name or name in (".", ".."):
+            raise ValueError(f"name: {name!r} is not a file name")
+        path = self.directory / store_format.SCRATCH_DIRECTORY / name
+        try:
+            allocation.allocate(path, num_bytes)
+        except StoreRefusedError:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
+
+def _copy(checksums: Sequence[StageChecksums]) -> list[StageChecksums]:
+    return [StageChecksums(chunks=stage.chunks.copy(), frozen=stage.frozen) for stage in checksums]

@@ -1,0 +1,429 @@
+"""Text to token ids: finds the text files, tokenizes them in bounded blocks, and keeps the ids in one cached `.npy`.
+
+Reading the ids back is `tokens.py`'s business. The cache is keyed by what went in (paths, sizes, times of change, the
+tokenizer's files), written under a temporary name and renamed; an outsider can open it with `numpy.load`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import hashlib
+import os
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from hoist.tools.errors import DataError, ModelSourceError
+from hoist.tools.tokens import (
+    Progress,
+    TokenFacts,
+    TokenFile,
+    drop_pages,
+    read_note,
+    refuse_os_errors,
+    short_hash,
+    write_note,
+)
+
+#: Files of a folder that are taken as text.
+TEXT_SUFFIXES = (
+    ".c", ".cc", ".cfg", ".cpp", ".cs", ".css", ".csv", ".go", ".h", ".hpp", ".htm", ".html", ".ini", ".java", ".jl",
+    ".js", ".json", ".jsonl", ".kt", ".lua", ".md", ".php", ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".rst",
+    ".scala", ".sh", ".sql", ".swift", ".tex", ".text", ".toml", ".ts", ".tsv", ".txt", ".xml", ".yaml", ".yml",
+)  # fmt: skip
+#: Files of a model directory that make its tokenizer; their content is the tokenizer's identity.
+TOKENIZER_FILES = (
+    "added_tokens.json", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model",
+    "tekken.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+#: Those of them that carry a vocabulary; without one of these there is no tokenizer.
+_VOCABULARY_FILES = frozenset(TOKENIZER_FILES) - {
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+}
+
+#: Text is tokenized in blocks of at most this many characters: a tokenizer takes some hundred bytes for each.
+BLOCK_CHARACTERS = 128 * 2**10
+#: Bytes of ids that are gathered before they are written and dropped from the page cache.
+_FLUSH_BYTES = 4 * 2**20
+_READ_BYTES = 64 * 2**10
+#: Bytes of our `.npy` header: fixed, so that it can be written when the number of ids is known, at the end.
+_HEADER_BYTES = 128
+#: Raised when the same text would give other ids, so that old caches are not taken.
+_CACHE_VERSION = 1
+
+
+class TextTokenizer(ABC):
+    """Turns text into ids. ``fingerprint`` is known without loading anything, so that a cached run never loads it."""
+
+    #: Changes whenever the ids of the same text may change.
+    fingerprint: str
+    #: One line for people: what it is and what it puts after each document.
+    description: str
+
+    @abstractmethod
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Ids of a piece of text, without special tokens around it."""
+
+    @abstractmethod
+    def separator(self) -> int | None:
+        """Id that follows each document, or None."""
+
+
+class ByteTokenizer(TextTokenizer):
+    """Each byte of the UTF-8 text is an id (0 to 255); documents are separated by the byte 0, which text does not
+    contain."""
+
+    #: Smallest vocabulary that bytes fit in.
+    VOCABULARY = 256
+
+    fingerprint = "utf-8 bytes"
+    description = "UTF-8 bytes, byte 0 after each document"
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """The bytes of the text; a lone surrogate (text that is no Unicode) becomes ``?``."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+
+    def separator(self) -> int | None:
+        """Byte 0."""
+        return 0
+
+
+class ModelTokenizer(TextTokenizer):
+    """The tokenizer that lies in a model's directory, loaded through transformers when it is first used."""
+
+    def __init__(self, directory: Path) -> None:
+        #: Directory of the model.
+        self.directory = directory
+        #: Its tokenizer files, to be exported with the model.
+        self.files = tuple(directory / name for name in TOKENIZER_FILES if (directory / name).is_file())
+        digest = hashlib.sha256()
+        for file in self.files:
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)}\n".encode())
+            digest.update(content)
+        self.fingerprint = digest.hexdigest()
+        self.description = f"the tokenizer in {directory}"
+        self._loaded: Any = None
+
+    @staticmethod
+    def find(directory: Path) -> ModelTokenizer | None:
+        """The directory's tokenizer, or None if it has no file with a vocabulary."""
+        if any((directory / name).is_file() for name in _VOCABULARY_FILES):
+            return ModelTokenizer(directory)
+        return None
+
+    def load(self) -> Any:
+        """The transformers tokenizer. Raises ModelSourceError if transformers cannot read it."""
+        if self._loaded is None:
+            from transformers import AutoTokenizer  # slow to import; a cached run never needs it
+
+            try:
+                self._loaded = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
+            except Exception as error:  # transformers and its backends raise anything here
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ModelSourceError(
+                    f"--model {self.directory}: its tokenizer cannot be loaded ({reason}); repair the tokenizer "
+                    "files, or give "
+                    "--data as token ids (.npy)"
+                ) from error
+        return self._loaded
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Ids without the special tokens that the tokenizer would put around a prompt."""
+        return np.asarray(self.load().encode(text, add_special_tokens=False, verbose=False), dtype=np.int64)
+
+    def separator(self) -> int | None:
+        """The tokenizer's end-of-sequence id, if it has one."""
+        identifier = self.load().eos_token_id
+        return None if identifier is None else int(identifier)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedText:
+    """The ids of some text files, in a cache file."""
+
+    file: TokenFile
+    facts: TokenFacts
+    num_files: int
+    """Text files that went in, empty ones not counted."""
+    num_repaired: int
+    """Of these, how many were not valid UTF-8."""
+    created: tuple[Path, ...]
+    """Cache files that this call made (none when it found them)."""
+
+
+def find_text_files(folder: Path, *, without: frozenset[str] = frozenset()) -> tuple[Path, ...]:
+    """All regular files below ``folder`` with a text suffix, sorted by relative path; folders named in ``without`` left
+    out.
+
+    Links to folders are not followed. Raises :class:`DataError` if there is none.
+    """
+    found: list[tuple[str, Path]] = []
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"--data {error.filename}: {error.strerror}; give folders that you may read") from error
+
+    for parent, names, files in os.walk(folder, onerror=refuse):
+        names[:] = [name for name in names if name not in without]
+        for name in files:
+            path = Path(parent, name)
+            if path.suffix.lower() in TEXT_SUFFIXES and path.is_file():
+                found.append((path.relative_to(folder).as_posix(), path))
+    if not found:
+        raise DataError(
+            f"--data {folder}: no text file in this folder, it needs one ending in "
+            f"{', '.join(TEXT_SUFFIXES)}; name a file "
+            "to take it whatever its ending"
+        )
+    return tuple(path for _, path in sorted(found, key=lambda entry: os.fsencode(entry[0])))
+
+
+def stdlib_sources() -> tuple[Path, ...]:
+    """The Python files of this interpreter's standard library, without installed packages: text that every machine
+    has."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    without = frozenset({"site-packages", "dist-packages", "__pycache__"})
+    found = find_text_files(folder, without=without)
+    return tuple(path for path in found if path.suffix == ".py" and path.stat().st_size)
+
+
+def tokenize(
+    files: Sequence[Path],
+    *,
+    tokenizer: TextTokenizer,
+    vocab_size: int,
+    cache_directory: Path,
+    progress: Progress | None = None,
+) -> TokenizedText:
+    """The ids of ``files`` one after another, from the cache or made now; memory does not depend on how much text it
+    is.
+
+    Files above 131,072 characters are tokenized in blocks, cut at the start of a line where there is one: no token
+    spans a cut. Bytes that are no UTF-8 become U+FFFD. Raises :class:`DataError` if a file cannot be read, if all are
+    empty, or if an id is outside the vocabulary; the cache is then as it was.
+    """
+    listing: list[tuple[str, int, int]] = []  # path (any bytes, as hexadecimal), bytes, time of change
+    for path in files:
+        with refuse_os_errors(path):
+            stat = path.stat()
+        listing.append((os.fsencode(path.absolute()).hex(), stat.st_size, stat.st_mtime_ns))
+    dtype = "<u4" if vocab_size > 2**16 else "<u2"
+    if isinstance(tokenizer, ByteTokenizer) or vocab_size <= 2**8:
+        dtype = "|u1"
+    # The listing by its hash: the note repeats the key, and a hundred thousand paths would be a long note.
+    key = {
+        "version": _CACHE_VERSION,
+        "files": short_hash(listing),
+        "tokenizer": tokenizer.fingerprint,
+        "dtype": dtype,
+    }
+    target = cache_directory.absolute() / f"text-{short_hash(key)}.npy"
+    note = target.with_suffix(".json")
+    known = read_note(note, key)
+    if known is not None and known["facts"]["highest"] < vocab_size:
+        file = TokenFile(path=target, offset_bytes=_HEADER_BYTES, dtype=dtype, num_tokens=known["num_tokens"])
+        if target.is_file() and target.stat().st_size == _HEADER_BYTES + file.num_bytes:
+            return TokenizedText(
+                file=file,
+                facts=TokenFacts(**known["facts"]),
+                num_files=known["num_files"],
+                num_repaired=known["num_repaired"],
+                created=(),
+            )
+    total_bytes = sum(size for _, size, _ in listing)
+    with _IdWriter(target, dtype) as writer:
+        done_bytes = num_files = num_repaired = 0
+        for path, (_, size, _) in zip(files, listing, strict=True):
+            before = writer.num_tokens
+            facts = _TextFacts()
+            for block in text_blocks(path, facts):
+                writer.append(_checked(tokenizer.encode(block), path, writer.num_tokens - before, vocab_size))
+            separator = tokenizer.separator() if writer.num_tokens > before else None
+            if separator is not None:
+                end = np.asarray([separator], dtype=np.int64)
+                writer.append(_checked(end, path, writer.num_tokens - before, vocab_size))
+            num_files += writer.num_tokens > before
+            num_repaired += facts.repaired
+            done_bytes += size
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        if writer.num_tokens == 0:
+            raise DataError(f"--data {files[0]}: the file is empty" if len(files) == 1 else _all_empty(files))
+        ids, id_facts = writer.finish()
+    value: dict[str, Any] = {
+        "facts": asdict(id_facts),
+        "num_tokens": ids.num_tokens,
+        "num_files": num_files,
+        "num_repaired": num_repaired,
+    }
+    write_note(note, key, value)
+    return TokenizedText(
+        file=ids, facts=id_facts, num_files=num_files, num_repaired=num_repaired, created=(target, note)
+    )
+
+
+def _all_empty(files: Sequence[Path]) -> str:
+    return f"--data {files[0].parent}: all {len(files)} text files are empty; give some text"
+
+
+def _checked(ids: npt.NDArray[np.int64], path: Path, position: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """The same ids, if all are in the vocabulary."""
+    if ids.size and int(ids.max()) >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        raise DataError(
+            f"--data {path}: token {position + first} is {int(ids[first])}, allowed are 0 to {vocab_size - 1} (the "
+            "model's "
+            f"vocab_size is {vocab_size}); its tokenizer belongs to another model"
+        )
+    return ids
+
+
+@dataclass(slots=True)
+class _TextFacts:
+    #: Some bytes were no UTF-8 and were replaced.
+    repaired: bool = False
+
+
+def text_blocks(path: Path, facts: _TextFacts) -> Iterator[str]:
+    """The text of a file in blocks of at most ``BLOCK_CHARACTERS``, line ends as they are. Sets ``facts.repaired`` at
+    the end."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    seen = kept = 0  # CRCs of the file's bytes and of the decoded text: they differ where something was replaced
+    pending = ""
+    with refuse_os_errors(path), path.open("rb", buffering=0) as file:
+        while True:
+            data = file.read(_READ_BYTES)
+            text = decoder.decode(data, final=not data)
+            seen = google_crc32c.extend(seen, data)
+            kept = google_crc32c.extend(kept, text.encode())
+            pending += text
+            while len(pending) > BLOCK_CHARACTERS:
+                cut = _cut(pending)
+                yield pending[:cut]
+                pending = pending[cut:]
+            if not data:
+                break
+            drop_pages(file.fileno(), 0, file.tell())
+    if pending:
+        yield pending
+    facts.repaired = seen != kept
+
+
+def _cut(text: str) -> int:
+    """Where to cut a block off: the last start of an unindented line, else of any line, else at the limit.
+
+    Between a newline and a non-blank character the usual pre-tokenizers cut anyway, so the ids are those of the whole
+    text.
+    """
+    newline = text.rfind("\n", 0, BLOCK_CHARACTERS)
+    any_line = newline + 1
+    while newline > 0 and text[newline + 1].isspace():
+        newline = text.rfind("\n", 0, newline)
+    return newline + 1 if newline > 0 else any_line or BLOCK_CHARACTERS
+
+
+class _IdWriter:
+    """Writes ids to a `.npy` under a temporary name, in bounded memory. Leaving the block unfinished removes every
+    trace."""
+
+    def __init__(self, target: Path, dtype: str) -> None:
+        self.num_tokens = 0
+        self._target = target
+        self._dtype = np.dtype(dtype)
+        self._temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        self._pending: list[npt.NDArray[Any]] = []
+        self._pending_bytes = 0
+        self._lowest, self._highest, self._crc = 2**64, -1, 0
+        self._descriptor: int | None = None
+        #: Folders that were made for the cache, outermost first.
+        self._folders: list[Path] = []
+
+    def __enter__(self) -> _IdWriter:
+        folder = self._target.parent
+        self._folders = [path for path in reversed((folder, *folder.parents)) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.lseek(self._descriptor, _HEADER_BYTES, os.SEEK_SET)
+        except OSError as error:
+            self._undo()
+            raise self._refusal(error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:  # not finished
+            os.close(self._descriptor)
+            self._descriptor = None
+            self._undo()
+
+    def _undo(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+        for folder in reversed(self._folders):
+            with contextlib.suppress(OSError):  # someone else put something there meanwhile
+                folder.rmdir()
+
+    def _refusal(self, error: OSError) -> DataError:
+        return DataError(
+            f"token cache {self._target.parent}: {error.strerror or error}; make room in it or choose another directory"
+        )
+
+    def append(self, ids: npt.NDArray[np.int64]) -> None:
+        """Add ids, which fit the dtype."""
+        if not ids.size:
+            return
+        self._lowest = min(self._lowest, int(ids.min()))
+        self._highest = max(self._highest, int(ids.max()))
+        self._pending.append(ids.astype(self._dtype))
+        self._pending_bytes += ids.size * self._dtype.itemsize
+        self.num_tokens += ids.size
+        if self._pending_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        assert self._descriptor is not None
+        data = b"".join(part.tobytes() for part in self._pending)
+        self._crc = google_crc32c.extend(self._crc, data)
+        try:
+            _write_all(self._descriptor, data)
+            os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._refusal(error) from error
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def finish(self) -> tuple[TokenFile, TokenFacts]:
+        """Write the rest and the header, make it durable, give it its name."""
+        assert self._descriptor is not None
+        self._flush()
+        head = f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({self.num_tokens},), }}"
+        header = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
+        header += head.encode().ljust(_HEADER_BYTES - len(header) - 1) + b"\n"
+        try:
+            os.pwrite(self._descriptor, header, 0)
+            os.fsync(self._descriptor)
+            self._temporary.replace(self._target)
+        except OSError as error:
+            raise self._refusal(error) from error
+        os.close(self._descriptor)
+        self._descriptor = None
+        file = TokenFile(
+            path=self._target, offset_bytes=_HEADER_BYTES, dtype=self._dtype.str, num_tokens=self.num_tokens
+        )
+        return file, TokenFacts(lowest=self._lowest, highest=self._highest, crc32c=self._crc)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
