@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+
 from hoist.scheduler.errors import ModelError
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from hoist.scheduler.errors import ConfigError, ModelError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as hf_initialization
 from transformers.configuration_utils import PreTrainedConfig
+
+from hoist.scheduler.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from hoist.scheduler.context import Context, ContextBuilder, Slot
-from hoist.scheduler.errors import ModelError
-from hoist.scheduler.models import private_rng
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from hoist.scheduler.context import Context, ContextBuilder, Slot
+from hoist.scheduler.errors import ModelError
+from hoist.scheduler.models import private_rng
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from hoist.scheduler.context import Context, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
 from hoist.tiers.layout import DTYPE_BYTES, TensorSpec
-from torch import nn
-from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

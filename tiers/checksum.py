@@ -11,6 +11,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from hoist.tiers.format import StateArray
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, StageLayout, round_up
 

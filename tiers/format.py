@@ -6,6 +6,7 @@ The same format in prose is docs/store-format.md. The order in which files are w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,10 +16,10 @@ from typing import Any, TypeVar
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
-from hoist.tiers.errors import StoreFormatError
-from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, StageLayout
 
 from hoist._version import __version__
+from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, StageLayout
 
 #: Raised by one when a reader of the version before would misread the store.
 FORMAT_VERSION = 1
@@ -38,6 +39,9 @@ FROZEN_NAME = "buffers"
 #: COMMIT.json begins with this and 8 hexadecimal digits; they cover every byte from :data:`_COVERED_FROM` on.
 _CHECKSUM_PREFIX = b'{"crc32c":"'
 _COVERED_FROM = len(_CHECKSUM_PREFIX) + 8 + len(b'",')
+
+#: What a stage's directory may be called: any file system and any Zarr library takes it.
+_DIRECTORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 #: Keys of the root's ``attributes.hoist`` that the store writes itself.
 RESERVED_ATTRIBUTES = frozenset({"format_version", "created_by", "store_id", "chunk_elements", "stages"})
@@ -171,8 +175,8 @@ def metadata_files(
     The root carries the others a second time as consolidated metadata: zarr then walks the hierarchy without stumbling
     over the files that are hoist's own (COMMIT.json, LOCK, crc/, scratch/).
 
-    Raises ValueError if ``attributes`` has a reserved key or a value that is not JSON, or if a stage's name is no
-    directory's name.
+    Raises ValueError if ``attributes`` has a reserved key or a value that is not JSON, or if stages are out of
+    order or have names that no directory should have.
     """
     reserved = RESERVED_ATTRIBUTES & attributes.keys()
     if reserved:
@@ -180,8 +184,8 @@ def metadata_files(
     for position, layout in enumerate(layouts):
         if layout.index != position:
             raise ValueError(f"layouts: stage {layout.name!r} has index {layout.index} at position {position}")
-        if "/" in layout.directory or "\0" in layout.directory or len(layout.directory.encode()) > 255:
-            raise ValueError(f"layouts: stage name {layout.name!r} cannot be a directory's name")
+        if not _DIRECTORY_NAME.fullmatch(layout.directory):
+            raise ValueError(f"layouts: stage name {layout.name!r} is not made of letters, digits and . _ -")
     nodes: dict[str, dict[str, Any]] = {STAGES_DIRECTORY: _group({})}
     for layout in layouts:
         directory = stage_path(layout)
@@ -249,15 +253,15 @@ def check_version(version: object, path: Path) -> None:
         )
 
 
-def decode_layout(data: bytes, path: Path, *, directory: str) -> StageLayout:
-    """The layout in a stage's zarr.json. Raises StoreFormatError, also if it belongs in another directory."""
+def decode_layout(data: bytes, path: Path, *, directory: str, index: int) -> StageLayout:
+    """The layout in a stage's zarr.json. Raises StoreFormatError, also if it is another stage's."""
     found = hoist_attributes(data, path)
     try:
         layout = StageLayout.from_json(found)
     except (KeyError, TypeError, ValueError) as error:
         seen = f"{type(error).__name__}: {error}"
         raise StoreFormatError(f"{path}: attributes.hoist: expected a stage's layout, saw {seen}") from error
-    if layout.directory != directory:
+    if (layout.index, layout.directory) != (index, directory):
         raise StoreFormatError(f"{path}: attributes.hoist: expected stage {directory!r}, saw {layout.directory!r}")
     return layout
 
@@ -304,8 +308,8 @@ def decode_commit(data: bytes, path: Path) -> CommitRecord:
     if not data.startswith(_CHECKSUM_PREFIX):
         seen = data[: len(_CHECKSUM_PREFIX)]
         raise StoreFormatError(f"{path}: offset 0: expected {_CHECKSUM_PREFIX!r}, saw {seen!r}")
-    stated = data[len(_CHECKSUM_PREFIX) : len(_CHECKSUM_PREFIX) + 8]
-    actual = b"%08x" % google_crc32c.value(data[_COVERED_FROM:])
+    stated = data[len(_CHECKSUM_PREFIX) : len(_CHECKSUM_PREFIX) + 8].decode("ascii", "backslashreplace")
+    actual = f"{google_crc32c.value(data[_COVERED_FROM:]):08x}"
     if stated != actual:
         raise StoreFormatError(
             f"{path}: offset {len(_CHECKSUM_PREFIX)}: checksum: the file states {stated!r}, its bytes from offset "
@@ -321,12 +325,17 @@ def decode_commit(data: bytes, path: Path) -> CommitRecord:
     for stage, digits in enumerate(slots):
         if not isinstance(digits, str) or not set(digits) <= {"0", "1"}:
             raise StoreFormatError(f"{path}: slots[{stage}]: expected a string of 0 and 1, saw {digits!r:.100}")
+    generation = _field(document, "generation", int, path)
+    checksum_file = _field(document, "checksum_file", str, path)
+    if checksum_file != checksum_path(generation):
+        expected = checksum_path(generation)
+        raise StoreFormatError(f"{path}: checksum_file: expected {expected!r}, saw {checksum_file!r:.100}")
     return CommitRecord(
         store_id=_field(document, "store_id", str, path),
-        generation=_field(document, "generation", int, path),
+        generation=generation,
         step=_field(document, "step", int, path),
         slots=tuple(slots),
-        checksum_file=_field(document, "checksum_file", str, path),
+        checksum_file=checksum_file,
         checksum_file_crc32c=_field(document, "checksum_file_crc32c", int, path),
         metadata_crc32c=_field(document, "metadata_crc32c", int, path),
         drives=tuple(_field(document, "drives", list, path)),

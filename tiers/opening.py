@@ -86,22 +86,23 @@ def _read_commit(directory: Path, commit_bytes: bytes) -> Opened:
     record = store_format.decode_commit(commit_bytes, commit_path)
     if record.store_id != attributes.get("store_id"):
         expected = attributes.get("store_id")
-        seen = f"expected {root_path}'s {expected!r}, saw {record.store_id!r}"
-        raise StoreFormatError(f"{commit_path}: store_id: {seen}")
+        comparison = f"expected {root_path}'s {expected!r}, saw {record.store_id!r}"
+        raise StoreFormatError(f"{commit_path}: store_id: {comparison}")
     stages = attributes.get("stages")
-    if not isinstance(stages, list) or not all(isinstance(name, str) for name in stages):
+    if not isinstance(stages, list) or not all(isinstance(name, str) and "/" not in name for name in stages):
         raise StoreFormatError(f"{root_path}: attributes.hoist.stages: expected a list of names, saw {stages!r:.100}")
     metadata = {store_format.METADATA_NAME: root}
     layouts = []
-    for name in stages:
+    for index, name in enumerate(stages):
         relative = f"{store_format.STAGES_DIRECTORY}/{name}/{store_format.METADATA_NAME}"
-        metadata[relative] = _read_file(directory / relative)
-        layouts.append(store_format.decode_layout(metadata[relative], directory / relative, directory=name))
+        data = _read_file(directory / relative)
+        metadata[relative] = data
+        layouts.append(store_format.decode_layout(data, directory / relative, directory=name, index=index))
     actual = metadata_crc32c(metadata, layouts)
     if actual != record.metadata_crc32c:
         raise StoreFormatError(
             f"{directory}: {store_format.METADATA_NAME} of the root or of a stage was changed: "
-            f"{store_format.COMMIT_NAME} states metadata_crc32c {record.metadata_crc32c:08x}, the files give {actual:08x}"
+            f"{store_format.COMMIT_NAME} states crc32c {record.metadata_crc32c:08x}, they give {actual:08x}"
         )
     counts = [layout.num_chunks for layout in layouts]
     if [len(digits) for digits in record.slots] != counts:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
+
 from hoist.tiers import allocation, checksum, creation, inventory, opening, verify
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState, Progress

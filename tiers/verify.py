@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
+
 from hoist.tiers import checksum
 from hoist.tiers.allocation import Progress
 from hoist.tiers.errors import TransferError

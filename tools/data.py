@@ -7,6 +7,7 @@ function of its number: a resumed run takes exactly the windows that an uninterr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def prepare(
     is the width of the ids in `.bin` files. What one pass over the data finds is kept in ``cache_directory``.
 
     Raises :class:`DataError` for a path that is missing, unreadable, empty or of the wrong kind, for an id outside the
-    vocabulary, and for data shorter than one step; cache files that this call made are then removed.
+    vocabulary, and for data shorter than one step; what this call put into the cache is then removed.
     """
     if not paths:
         raise DataError("--data: nothing given; name .npy or .bin token files, text files or folders of text")
@@ -60,13 +61,17 @@ def prepare(
     facts: list[TokenFacts] = []
     notices: list[str] = []
     created: list[Path] = []
+    #: Folders of the cache that are not there yet, innermost first.
+    folders = [path for path in (cache_directory, *cache_directory.absolute().parents) if not path.exists()]
     try:
         for source in _merge_text(sources):
             if isinstance(source, TokenFile):
-                files.append(source)
-                facts.append(
-                    check_tokens(source, vocab_size=vocab_size, cache_directory=cache_directory, progress=progress)
+                found, notes = check_tokens(
+                    source, vocab_size=vocab_size, cache_directory=cache_directory, progress=progress
                 )
+                files.append(source)
+                facts.append(found)
+                created.extend(notes)
                 continue
             if tokenizer is None and vocab_size < ByteTokenizer.VOCABULARY:
                 raise DataError(
@@ -89,9 +94,12 @@ def prepare(
         _require_one_step(
             result, paths, seq_len=seq_len, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
         )
-    except DataError:
+    except BaseException:
         for path in created:
             path.unlink(missing_ok=True)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # never made, or others keep something there
+                folder.rmdir()
         raise
     return result
 

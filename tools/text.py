@@ -7,7 +7,6 @@ tokenizer's files), written under a temporary name and renamed; an outsider can 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import hashlib
 import os
 import sysconfig
@@ -53,7 +52,7 @@ _VOCABULARY_FILES = frozenset(TOKENIZER_FILES) - {
 
 #: Text is tokenized in blocks of at most this many characters: a tokenizer takes some hundred bytes for each.
 BLOCK_CHARACTERS = 128 * 2**10
-#: Bytes of ids that are gathered before they are written and dropped from the page cache.
+#: Bytes of ids that may be in the page cache before they are written back and dropped.
 _FLUSH_BYTES = 4 * 2**20
 _READ_BYTES = 64 * 2**10
 #: Bytes of our `.npy` header: fixed, so that it can be written when the number of ids is known, at the end.
@@ -341,22 +340,17 @@ class _IdWriter:
         self._target = target
         self._dtype = np.dtype(dtype)
         self._temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        self._pending: list[npt.NDArray[Any]] = []
-        self._pending_bytes = 0
+        #: Bytes written since the page cache was last cleared of them.
+        self._cached_bytes = 0
         self._lowest, self._highest, self._crc = 2**64, -1, 0
         self._descriptor: int | None = None
-        #: Folders that were made for the cache, outermost first.
-        self._folders: list[Path] = []
 
     def __enter__(self) -> _IdWriter:
-        folder = self._target.parent
-        self._folders = [path for path in reversed((folder, *folder.parents)) if not path.exists()]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._target.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             os.lseek(self._descriptor, _HEADER_BYTES, os.SEEK_SET)
         except OSError as error:
-            self._undo()
             raise self._refusal(error) from error
         return self
 
@@ -364,13 +358,7 @@ class _IdWriter:
         if self._descriptor is not None:  # not finished
             os.close(self._descriptor)
             self._descriptor = None
-            self._undo()
-
-    def _undo(self) -> None:
-        self._temporary.unlink(missing_ok=True)
-        for folder in reversed(self._folders):
-            with contextlib.suppress(OSError):  # someone else put something there meanwhile
-                folder.rmdir()
+            self._temporary.unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> DataError:
         return DataError(
@@ -379,39 +367,37 @@ class _IdWriter:
 
     def append(self, ids: npt.NDArray[np.int64]) -> None:
         """Add ids, which fit the dtype."""
+        assert self._descriptor is not None
         if not ids.size:
             return
         self._lowest = min(self._lowest, int(ids.min()))
         self._highest = max(self._highest, int(ids.max()))
-        self._pending.append(ids.astype(self._dtype))
-        self._pending_bytes += ids.size * self._dtype.itemsize
         self.num_tokens += ids.size
-        if self._pending_bytes >= _FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        assert self._descriptor is not None
-        data = b"".join(part.tobytes() for part in self._pending)
+        data = ids.astype(self._dtype).tobytes()
         self._crc = google_crc32c.extend(self._crc, data)
+        self._cached_bytes += len(data)
         try:
             _write_all(self._descriptor, data)
-            os.fdatasync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if self._cached_bytes >= _FLUSH_BYTES:
+                self._clear_cache()
         except OSError as error:
             raise self._refusal(error) from error
-        self._pending.clear()
-        self._pending_bytes = 0
+
+    def _clear_cache(self) -> None:
+        assert self._descriptor is not None
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._cached_bytes = 0
 
     def finish(self) -> tuple[TokenFile, TokenFacts]:
         """Write the rest and the header, make it durable, give it its name."""
         assert self._descriptor is not None
-        self._flush()
         head = f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({self.num_tokens},), }}"
         header = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
         header += head.encode().ljust(_HEADER_BYTES - len(header) - 1) + b"\n"
         try:
             os.pwrite(self._descriptor, header, 0)
-            os.fsync(self._descriptor)
+            self._clear_cache()
             self._temporary.replace(self._target)
         except OSError as error:
             raise self._refusal(error) from error

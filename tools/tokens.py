@@ -160,11 +160,12 @@ class TokenSource:
 
 def check_tokens(
     file: TokenFile, *, vocab_size: int, cache_directory: Path | None, progress: Progress | None = None
-) -> TokenFacts:
+) -> tuple[TokenFacts, tuple[Path, ...]]:
     """Make sure that every id is in the model's vocabulary, in one pass that is remembered in ``cache_directory``.
 
-    Raises :class:`DataError` with file, position, id and vocabulary size. What is remembered is keyed by path, size and
-    time of change; nothing is remembered about a file that is refused.
+    Returns what was found, and the cache files that this call made. Raises :class:`DataError` with file, position, id
+    and vocabulary size. What is remembered is keyed by path, size and time of change; nothing is remembered about a
+    file that is refused.
     """
     stat = file.path.stat()
     key = {**asdict(file), "path": str(file.path), "file_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -173,7 +174,7 @@ def check_tokens(
         note = cache_directory / f"scan-{short_hash(key)}.json"
         known = read_note(note, key)
         if known is not None and known["lowest"] >= 0 and known["highest"] < vocab_size:
-            return TokenFacts(lowest=known["lowest"], highest=known["highest"], crc32c=known["crc32c"])
+            return TokenFacts(**known), ()
     crc, lowest, highest, position = 0, 2**64, -(2**64), 0
     for ids in _scan(file):
         low, high = int(ids.min()), int(ids.max())
@@ -189,9 +190,10 @@ def check_tokens(
         if progress is not None:
             progress(position * file.item_bytes, file.num_bytes)
     facts = TokenFacts(lowest=lowest, highest=highest, crc32c=crc)
-    if note is not None:
-        write_note(note, key, asdict(facts))
-    return facts
+    if note is None:
+        return facts, ()
+    write_note(note, key, asdict(facts))
+    return facts, (note,)
 
 
 def _scan(file: TokenFile) -> Iterator[npt.NDArray[Any]]:

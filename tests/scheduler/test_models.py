@@ -1,4 +1,4 @@
-"""What a model built without weights is: absent parameters, real buffers, dropout as asked, transformers' initial values."""
+"""What a model built without weights is: absent parameters, real buffers, dropout as asked, initial values."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
-from hoist.scheduler.errors import ConfigError, ModelError
-from hoist.scheduler.models import absent, build_model, stage_seed
-from hoist.scheduler.stages import split
 from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
+from hoist.scheduler.errors import ConfigError, ModelError
+from hoist.scheduler.models import absent, build_model, stage_seed
+from hoist.scheduler.stages import split
 from tests.support.models import FAMILIES, batch_of, reference_model, tiny_config
 
 
@@ -112,7 +112,7 @@ def test_settings_out_of_range_are_refused() -> None:
 def test_models_of_another_kind_are_refused() -> None:
     with pytest.raises(ModelError, match="T5Config: an encoder-decoder"):
         build_model(T5Config(vocab_size=50, d_model=32, num_layers=1, num_heads=2))
-    encoder = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    encoder = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     with pytest.raises(ModelError, match="BertLMHeadModel: its attention is not causal"):
         split(build_model(encoder))
     quantized = tiny_config("llama")

@@ -6,6 +6,7 @@ The models themselves are transformers'; nothing here builds a stage. Used by th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import (
@@ -35,18 +36,20 @@ def tiny_config(family: str, *, tied: bool = False, dropout: float = 0.0) -> Pre
 
 def reference_model(config: PreTrainedConfig, *, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
     """The model of ``config`` in memory, float32, in training mode, initialised by transformers from ``seed``."""
+    auto: Any = AutoModelForCausalLM  # its methods have no types
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model: object = auto.from_config(config, attn_implementation=attention, dtype=torch.float32)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
-    return model.train()
+    model.train()
+    return model
 
 
-def batch_of(rows: int = 2, tokens: int = 12, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
+def batch_of(rows: int = 2, tokens: int = 12, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """input_ids and labels, int64 [rows, tokens], the labels the inputs with the first three of row 0 not counted."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(3, vocab_size, (rows, tokens), generator=generator)
+    input_ids = torch.randint(3, VOCAB_SIZE, (rows, tokens), generator=generator)
     labels = input_ids.clone()
     labels[0, :3] = -100
     return {"input_ids": input_ids, "labels": labels}
@@ -57,7 +60,7 @@ def num_counted(batch: dict[str, torch.Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN,
     "num_hidden_layers": NUM_LAYERS,
@@ -72,16 +75,16 @@ _GATED = _COMMON | {"intermediate_size": 96, "num_key_value_heads": 2}
 
 def _gpt2(tied: bool, dropout: float) -> PreTrainedConfig:
     return GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=HIDDEN, n_layer=NUM_LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
-        tie_word_embeddings=tied, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        vocab_size=VOCAB_SIZE, n_embd=HIDDEN, n_layer=NUM_LAYERS, n_head=4, n_positions=64, bos_token_id=1,
+        eos_token_id=2, tie_word_embeddings=tied, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
 
 
 def _opt(tied: bool, dropout: float) -> PreTrainedConfig:
     # embeddings narrower than the layers, as in OPT-350m: its projections lie around the stack
     return OPTConfig(
-        **_COMMON, ffn_dim=96, word_embed_proj_dim=32, tie_word_embeddings=tied, dropout=dropout, attention_dropout=dropout,
-        layerdrop=0.0,
+        **_COMMON, ffn_dim=96, word_embed_proj_dim=32, tie_word_embeddings=tied, dropout=dropout,
+        attention_dropout=dropout, layerdrop=0.0,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from hoist.tiers import checksum
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.format import StateArray
@@ -35,7 +36,7 @@ def aligned(num_bytes: int) -> torch.Tensor:
 
 
 def small_layouts() -> tuple[StageLayout, ...]:
-    """Stage 0: two chunks of 8192 elements, the second short, and frozen tensors. Stage 1: one chunk. Stage 2: frozen."""
+    """Stage 0: two chunks of 8192 elements, the second short, and a frozen tensor; 1: one chunk; 2: frozen only."""
     embed = [
         TensorSpec(name=HARD_NAME, shape=(100, 101), trainable=True),
         TensorSpec(name="scalar", shape=(), trainable=True),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hoist.tiers.io.base import IoEngine
 
+from hoist.tiers.io.base import IoEngine
 from tests.support.stores import direct_engine
 
 

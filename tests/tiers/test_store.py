@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+
 from hoist.tiers import checksum
 from hoist.tiers import format as store_format
 from hoist.tiers.format import StateArray
@@ -19,7 +19,6 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece
 from hoist.tiers.slots import ChunkState
 from hoist.tiers.store import Store
-
 from tests.support.stores import (
     HARD_NAME,
     PIECE_ELEMENTS,
@@ -47,7 +46,8 @@ def test_round_trip(tmp_path: Path, engine: IoEngine) -> None:
     run = {"rng": [1, 2, 3], "data": {"epoch": 1, "window": 7}, "loss": 0.1 + 0.2, "name": HARD_NAME}
     attributes = {"model_config": {"hidden": 64, "name": HARD_NAME}, "pair": (1, 2)}
     with create(tmp_path / "store", engine, attributes=attributes) as store:
-        assert store.record is None
+        before = store.record
+        assert before is None
         fill(store, engine, 1)
         statistics = store.commit(step=0, adam_steps={HARD_NAME: 0}, run=run)
         created_attributes, created_record = store.attributes, store.record
@@ -193,7 +193,7 @@ def test_illegal_moves_change_nothing(tmp_path: Path, engine: IoEngine) -> None:
         write_chunk(store, engine, 1, 0, seed=1)
         with pytest.raises(RuntimeError, match="'embed': frozen tensors were never written"):
             commit(store, 0)
-        with pytest.raises(ValueError, match="'layer.0': has no frozen tensors"):
+        with pytest.raises(ValueError, match=r"'layer\.0': has no frozen tensors"):
             store.note_frozen(1, 0)
         fill(store, engine, 1)
         with pytest.raises(ValueError, match="commit record: cannot be written as JSON"):
@@ -271,7 +271,8 @@ def test_fresh_starts_over_and_leaves_other_files(tmp_path: Path, engine: IoEngi
         old = store.store_id
     (directory / "metrics.jsonl").write_text("mine")
     with create(directory, engine, fresh=True) as store:
-        assert store.record is None
+        before = store.record
+        assert before is None
         assert store.store_id != old
         assert not (directory / "COMMIT.json").exists()
         fill(store, engine, 2)
@@ -350,7 +351,8 @@ def test_a_chunks_checksum_wants_every_piece_once() -> None:
     sums = checksum.ChunkChecksum(layout, 1)
     used = 4096 * 2
     sums.extend(StateArray.WEIGHT_HI, np.ones(used, np.uint8))
-    with pytest.raises(ValueError, match=f"weight_hi of chunk 1 of stage 'embed': {used + 1} bytes, its pieces hold {used}"):
+    too_many = f"weight_hi of chunk 1 of stage 'embed': {used + 1} bytes, its pieces hold {used}"
+    with pytest.raises(ValueError, match=too_many):
         sums.extend(StateArray.WEIGHT_HI, np.ones(1, np.uint8))
     with pytest.raises(ValueError, match=f"weight_lo of chunk 1 of stage 'embed': {used} bytes of its pieces were not"):
         sums.finish()
@@ -368,8 +370,10 @@ def test_descriptors_do_not_leak(tmp_path: Path, engine: IoEngine) -> None:
     directory = tmp_path / "store"
     with committed(directory, engine):
         pass
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
-        with Store.open(directory, engine=engine, writable=False) as reader, Store.open(directory, engine=engine) as store:
+        with Store.open(directory, engine=engine, writable=False) as reader:
+            assert reader.record is not None
+        with Store.open(directory, engine=engine) as store:
             assert reader.record == store.record
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

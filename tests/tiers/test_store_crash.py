@@ -6,19 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from hoist.tiers.commit import CommitSequence
 from hoist.tiers.errors import StoreRefusedError, TransferError
+from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
-
 from tests.support.stores import commit, committed, create, fill, read_version, write_chunk
 
 #: The steps in their order, and whether the new commit shows when the writer dies right after the step.
@@ -73,7 +75,7 @@ def test_killed_at_each_step_of_a_commit(tmp_path: Path, engine: IoEngine, stop:
         armed = True
         with pytest.raises(PowerCut):
             commit(store, 1)
-        with pytest.raises(RuntimeError, match="a commit failed .*; open the store again to go on"):
+        with pytest.raises(RuntimeError, match=r"a commit failed .*; open the store again to go on"):
             write_chunk(store, engine, 0, 0, seed=9)
     names = list(STEPS)
     published = STEPS[stop] if when == "after" else names.index(stop) > names.index("publish")
@@ -147,6 +149,33 @@ def test_the_order_of_a_commit(tmp_path: Path) -> None:
         assert log == ["flush", *["fdatasync chunk"] * 4, *list(STEPS)[1:]]
 
 
+def test_during_a_commit_reads_go_on_and_writes_wait(tmp_path: Path, engine: IoEngine) -> None:
+    """A write that begins meanwhile gets the slot that this commit frees, not the one that it is publishing."""
+    places: list[Path] = []
+    writer: list[threading.Thread] = []
+
+    def begin_write(store: Store) -> None:
+        piece = store.layouts[1].pieces(4096)[0]
+        places.append(store.place(1, StateArray.EXP_AVG, piece, write=True).path)
+
+    def at_step(name: str, do_it: Callable[[], None]) -> None:
+        if name == "write_checksums" and stores[0].record is not None:
+            writer.append(threading.Thread(target=begin_write, args=stores))
+            writer[0].start()
+            assert read_version(stores[0], engine, 1, 0, range(1, 3)) == 2  # would hang if reads waited
+        do_it()
+
+    kind = store_with(sequence_that(at_step))
+    with create(tmp_path / "store", engine, kind=kind) as store:
+        stores = [store]
+        fill(store, engine, 1)
+        commit(store, 0)
+        write_chunk(store, engine, 1, 0, seed=2)
+        commit(store, 1)
+        writer[0].join()
+    assert [path.parent.name for path in places] == ["0"]  # version 2 is in slot 1
+
+
 def test_a_failed_flush_stops_the_commit_and_the_store(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     with RecordingEngine([]) as engine, committed(directory, engine, seed=1) as store:
@@ -155,10 +184,10 @@ def test_a_failed_flush_stops_the_commit_and_the_store(tmp_path: Path) -> None:
         with pytest.raises(TransferError, match="Input/output error"):
             commit(store, 1)
         engine.fail = False
-        with pytest.raises(RuntimeError, match="a commit failed .*Input/output error"):
+        with pytest.raises(RuntimeError, match=r"a commit failed .*Input/output error"):
             commit(store, 1)
-    with DirectEngine(num_threads=2) as engine, Store.open(directory, engine=engine, check="crc") as store:
-        assert read_version(store, engine, 1, 0, range(1, 3)) == 1
+    with DirectEngine(num_threads=2) as plain, Store.open(directory, engine=plain, check="crc") as store:
+        assert read_version(store, plain, 1, 0, range(1, 3)) == 1
 
 
 SYSTEM_CALLS = """

@@ -6,12 +6,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hoist.tiers.io.base import IoEngine
-from hoist.tiers.slots import ChunkState, SlotTable
-from hoist.tiers.store import Store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.slots import ChunkState, SlotTable
+from hoist.tiers.store import Store
 from tests.support.stores import commit, committed, direct_engine, read_version, write_chunk, write_pieces
 
 #: Write chunk 0, write chunk 1, commit, crash and open, crash in the middle of writing chunk 0 and open.
@@ -25,7 +25,7 @@ class Simulated:
         self.table = SlotTable([2], ["00"])
         #: Version in each chunk's slots; chunk 0 and 1 start at version 0 in slot 0, slot 1 holds rubbish.
         self.slots = [[0, -1], [0, -1]]
-        self.committed_slots = ("00",)
+        self.committed_slots: tuple[str, ...] = ("00",)
         self.model_committed = [0, 0]
         self.model_newest = [0, 0]
         self.version = 0
@@ -58,7 +58,7 @@ class Simulated:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_sequence_of_events(length: int) -> None:
-    """A shorter sequence is the start of a longer one and is checked on the way, so the lengths left out are covered."""
+    """A shorter sequence is the start of a longer one and is checked on the way: lengths left out are covered."""
     for events in product(EVENTS, repeat=length):
         simulated = Simulated()
         for event in events:

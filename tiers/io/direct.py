@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io import syscalls
 from hoist.tiers.io.alignment import DirectAlignment, cut_request, direct_range

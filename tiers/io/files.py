@@ -93,9 +93,9 @@ class HandleCache(Generic[H]):
         finally:
             with self._lock:
                 entry.users -= 1
-                doomed = self._shrink()
-                if entry.retired and not entry.users:
-                    doomed.append(entry.handle)
+                # Asked first: shrinking may retire, and so close, this very entry.
+                doomed = [entry.handle] if entry.retired and not entry.users else []
+                doomed += self._shrink()
             _close_all(doomed)
 
     def forget(self, path: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from hoist.tiers.errors import RefusalError, TransferError
 from hoist.tiers.io import syscalls
 from hoist.tiers.io.alignment import DirectAlignment, direct_range

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io.base import IoStatistics
 

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,11 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io import IoEngine, KvikioEngine, choose_engine
 from hoist.tiers.io.kvikio import _CuHandle
 from hoist.tiers.io.requests import Operation
-
 from tests.support.buffers import empty_buffer, make_file, num_cached_pages, open_descriptors, random_buffer
 from tests.support.libcuda import build_stub_libcuda
 from tests.tiers.io.conformance import EngineConformance
@@ -54,7 +55,7 @@ def test_conformance_on_a_stub_of_the_driver(tmp_path: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "test_conformance_on_a_stub" not in run.stdout or "1 skipped" in run.stdout or "2 skipped" in run.stdout
+    assert re.search(r"\d\d passed, [12] skipped", run.stdout), run.stdout  # this test there, and GPU memory
 
 
 @needs_kvikio

@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io import DirectEngine, IoEngine
-
 from tests.support.buffers import buffer_bytes, empty_buffer, make_file, random_buffer
-from tests.support.engines import POISON, Fail, FaultyEngine, Gate, Hold, PoisoningEngine, RecordedRequest, RecordingEngine
+from tests.support.engines import (
+    POISON,
+    Fail,
+    FaultyEngine,
+    Gate,
+    Hold,
+    PoisoningEngine,
+    RecordedRequest,
+    RecordingEngine,
+)
 from tests.tiers.io.conformance import EngineConformance
 
 
@@ -86,7 +95,8 @@ def test_recording_tells_aligned_from_unaligned(tmp_path: Path) -> None:
         engine.read(path, 512, empty_buffer(4096)).result()
         engine.read(path, 0, empty_buffer(512)).result()
         engine.read(path, 0, empty_buffer(4096, skew=512)).result()
-        assert [(request.offset, request.num_bytes) for request in engine.unaligned] == [(512, 4096), (0, 512), (0, 4096)]
+        seen = [(request.offset, request.num_bytes) for request in engine.unaligned]
+        assert seen == [(512, 4096), (0, 512), (0, 4096)]
         assert [request.operation for request in engine.requests] == ["write", "flush", "read", "read", "read", "read"]
 
 
