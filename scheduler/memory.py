@@ -46,6 +46,8 @@ class Demand:
     stages: tuple[StageBytes, ...]
     loan_bytes: int
     """fp32 gradients of tied tensors, kept from the borrower's backward to the owner's."""
+    block_bytes: int
+    """Scratch for one block of a weight's gradient (`accumulate.py`)."""
     activation_bytes: int
     """One boundary activation (multiple of 4096)."""
     num_boundaries: int
@@ -113,7 +115,8 @@ class MemoryPlan:
     @property
     def arena_bytes(self) -> int:
         """The arena: everything that is leased."""
-        return self.weight_bytes + self.gradient_bytes + self.demand.loan_bytes + self.ring_bytes + self.activation_bytes
+        fixed = self.demand.loan_bytes + self.demand.block_bytes
+        return self.weight_bytes + self.gradient_bytes + fixed + self.ring_bytes + self.activation_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -122,7 +125,7 @@ class MemoryPlan:
 
     @property
     def need_bytes(self) -> int:
-        """The formula: weight buffers + gradients + loans + rings + activations + workspace + contexts."""
+        """The formula: weight buffers + gradients + loans + block + rings + activations + workspace + contexts."""
         return self.arena_bytes + self.workspace_bytes
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -131,6 +134,7 @@ class MemoryPlan:
             ("weight buffers", self.weight_bytes),
             ("gradient buffers", self.gradient_bytes),
             ("gradients of tied tensors", self.demand.loan_bytes),
+            ("a block of a gradient", self.demand.block_bytes),
             ("staging and optimizer pieces", self.ring_bytes),
             ("boundary activations", self.activation_bytes),
             ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),

@@ -146,6 +146,8 @@ class Places:
         gradients = self.arena.lease(memory.gradient_bytes, "gradient buffers").tensor
         loan_region = self.arena.lease(memory.demand.loan_bytes, "gradients of tied tensors").tensor.view(torch.float32)
         ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
+        #: float32 scratch for one block of a weight's gradient.
+        self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(torch.float32)
         activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
         self.stages: list[StagePlaces] = []
         for index, (layout, lent) in enumerate(zip(layouts, borrowed, strict=True)):
@@ -176,6 +178,7 @@ class Places:
         """Free the arena; the views must not be used any more."""
         self.stages.clear()
         self.loans.clear()
+        self.block = torch.empty(0)
         self.staging.clear()
         self.states.clear()
         self.activations.clear()

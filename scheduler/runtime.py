@@ -17,6 +17,7 @@ from torch import Tensor
 from hoist.optim.adamw import AdamWHyperparameters, PieceUpdater, SegmentUpdate, decay_for
 from hoist.optim.norm import SquareSum
 from hoist.optim.split import merge
+from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
 from hoist.scheduler.places import Places
@@ -61,6 +62,22 @@ class StepState:
     """All tensors' step counts as of the end of this step, once known."""
     chunks_left: dict[tuple[int, int], int] = field(default_factory=dict)
     """Pieces of (stage, chunk) that are still to be written."""
+
+
+def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
+    """A hook that hands over the gradient that autograd has accumulated for one micro-batch."""
+
+    def accumulate(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        # The first gradient is put, not added to zeros, as autograd does: 0.0 + -0.0 would lose a sign.
+        if target.touched():
+            target.values.add_(gradient)
+        else:
+            target.values.copy_(gradient)
+
+    return accumulate
 
 
 class _Join:
@@ -151,7 +168,7 @@ class Runtime:
             Kind.SPILL_GRADIENT: self._spill_gradient,
             Kind.FETCH_GRADIENT: self._fetch_gradient,
         }
-        self._hook_gradients()
+        self._direct = self._direct_gradients()
 
     # ------------------------------------------------------------------ the executor's side
 
@@ -176,6 +193,7 @@ class Runtime:
         for stage in self._stages:
             stage.unbind(forget=True)
         self._bound.clear()
+        self._direct.clear()
         self._steps.clear()
 
     def run(self, op: Op, step: int) -> None:
@@ -273,7 +291,8 @@ class Runtime:
         slot = self._activation(op.slot, state.shapes[op.micro_batch])
         hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
         self._seed_for(op, state)
-        loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
+        with self._direct[op.stage]:
+            loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
         self._run_backward(op, state, loss, None)
         state.losses[op.micro_batch] = loss.detach()
         self._keep_input_gradient(slot, hidden)
@@ -284,13 +303,15 @@ class Runtime:
         gradient = self._activation(op.output_slot, shape)
         self._seed_for(op, state)
         if isinstance(stage, EmbedStage):
-            hidden, _ = stage.forward(state.batches[op.micro_batch])
+            with self._direct[op.stage]:
+                hidden, _ = stage.forward(state.batches[op.micro_batch])
             self._run_backward(op, state, hidden, gradient)
             state.contexts[op.micro_batch] = None
         elif isinstance(stage, LayerStage):
             slot = self._activation(op.slot, shape)
             source = slot.data.requires_grad_()
-            output = stage.forward(source, self._context(op, state))
+            with self._direct[op.stage]:
+                output = stage.forward(source, self._context(op, state))
             self._run_backward(op, state, output, gradient)
             self._keep_input_gradient(slot, source)
         else:
@@ -315,37 +336,35 @@ class Runtime:
 
     # ------------------------------------------------------------------ gradients
 
-    def _hook_gradients(self) -> None:
-        """Have autograd hand each weight's gradient over as soon as it is complete for the micro-batch."""
+    def _direct_gradients(self) -> list[DirectGradients]:
+        """Per stage: where each weight's gradient goes. Linear and embedding weights' go there directly, others by hook."""
+        modes: list[DirectGradients] = []
         for index, stage in enumerate(self._stages):
+            targets: dict[Tensor, Target] = {}
             stage.bind(self._bound[index])
             for name, parameter in stage.parameters().items():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._gradient_hook(index, name))
+                    targets[parameter] = self._target(index, name)
+                    parameter.register_post_accumulate_grad_hook(_accumulate_into(targets[parameter]))
             stage.unbind()
+            modes.append(DirectGradients(targets, self._places.block))
+        return modes
 
-    def _gradient_hook(self, stage: int, name: str) -> Callable[[Tensor], None]:
+    def _target(self, stage: int, name: str) -> Target:
         placed = self._own[stage].get(name)
-        target = self._places.stages[stage].gradient(placed) if placed is not None else self._places.loans[name]
+        values = self._places.stages[stage].gradient(placed) if placed is not None else self._places.loans[name]
 
-        def accumulate(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
+        def touched() -> bool:
             current = self._backward
-            if gradient is None or current is None:
-                raise RuntimeError(f"{name}: a gradient arrived outside of a stage's backward")
-            state, running = current
-            if running != stage:
-                raise RuntimeError(f"{name}: a gradient of stage {stage} arrived in the backward of stage {running}")
-            seen = state.touched[stage] if placed is not None else state.lent
-            # The first gradient is put, not added to zeros, as autograd does: 0.0 + -0.0 would lose a sign.
+            if current is None or current[1] != stage:
+                raise RuntimeError(f"{name}: a gradient arrived outside of the backward of its stage {stage}")
+            seen = current[0].touched[stage] if placed is not None else current[0].lent
             if name in seen:
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
-                seen.add(name)
+                return True
+            seen.add(name)
+            return False
 
-        return accumulate
+        return Target(values, touched)
 
     def _take_loans(self, stage: int, state: StepState) -> None:
         """Add what borrowers have left to the owner's own gradient, once both are complete.

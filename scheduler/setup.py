@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hoist.scheduler import memory, workspace
+from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
@@ -100,6 +101,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     for side in found.hidden_shape:
         hidden_bytes *= side
     batch_bytes = 2 * tokens.nbytes
+    largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
     demand = Demand(
         stages=tuple(
             StageBytes(
@@ -111,6 +113,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
             for layout, lent, space in zip(layouts, borrowed, found.stages, strict=True)
         ),
         loan_bytes=loan_bytes(loans),
+        block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
         activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
         num_boundaries=(len(layouts) - 1) * config.num_micro_batches,
         # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.

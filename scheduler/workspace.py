@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.context import Context
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
@@ -93,8 +94,8 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
     finally:
         embed.unbind(forget=True)
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
-    # Backward makes the dense gradient of each embedding, one at a time, beside a few activations.
-    found: list[int] = [live + 2 * hidden_bytes + _largest_weight(embed)]
+    # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
+    found: list[int] = [live + 4 * hidden_bytes]
     known: dict[object, int] = {}
     for stage in model.stages[1:]:
         key = _signature(stage, context)
@@ -112,10 +113,6 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
     _, spec = model.tensor(name)
     scalar = torch.zeros((), dtype=getattr(torch, spec.dtype))
     return scalar.expand(spec.shape)
-
-
-def _largest_weight(stage: Stage) -> int:
-    return max((spec.num_bytes for spec in stage.tensors if spec.trainable), default=0)
 
 
 def _signature(stage: Stage, context: Context) -> object:
@@ -172,15 +169,24 @@ def _run_stage(
         }
     stage.bind(values)
     try:
-        for parameter in stage.parameters().values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        targets: dict[Tensor, Target] = {}
+        with mode or nullcontext():
+            block = torch.empty(max(block_elements(value.shape) for value in values.values()))
+            for parameter in stage.parameters().values():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                    targets[parameter] = Target(torch.empty(parameter.shape), lambda: True)
+        direct = DirectGradients(targets, block)
         tracker = _LiveBytes()
         with mode or nullcontext(), tracker, private_rng():
             if isinstance(stage, HeadStage):
-                stage.forward(source, fake_batch, fake_context, 1).backward()
+                with direct:
+                    loss = stage.forward(source, fake_batch, fake_context, 1)
+                loss.backward()
             elif isinstance(stage, LayerStage):
-                torch.autograd.backward(stage.forward(source, fake_context), output_gradient)
+                with direct:
+                    output = stage.forward(source, fake_context)
+                torch.autograd.backward(output, output_gradient)
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:

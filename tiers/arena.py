@@ -80,15 +80,16 @@ class Arena:
         self._capacity_bytes = round_up(capacity_bytes, LEASE_ALIGN_BYTES)
         try:
             # Private: mmap.mmap(-1) alone is *shared* memory, which is accounted and swapped differently.
-            self._mapping = mmap.mmap(-1, self._capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, self._capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise BudgetError(
                 f"host memory: the system refused a mapping of {self._capacity_bytes} bytes ({error.strerror}); "
                 "give a smaller --host-memory or raise the process's address-space limit"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        #: All of it; the mapping lives as long as this and the views made from it.
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         #: Open leases by offset, ascending.
         self._leases: list[Lease] = []
         self._leased_bytes = 0
@@ -136,7 +137,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Drop the arena's hold on the mapping; the memory goes when the last view of it does. Idempotent."""
+        """Let the mapping go: its memory is freed with the last view of it. No lease may follow. Idempotent."""
         self._leases.clear()
         self._leased_bytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)

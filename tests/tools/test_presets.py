@@ -43,7 +43,7 @@ def test_every_preset_has_its_count_here() -> None:
 def test_presets_are_the_published_shapes(name: str) -> None:
     source = load_model_source(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source.config)
+        model = AutoModelForCausalLM.from_config(source.config)  # type: ignore[no-untyped-call]
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert (source.directory, source.tokenizer, source.checkpoint, source.shards, source.dtype) == (
         None,
@@ -64,7 +64,9 @@ def test_rope_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_directory_with_weights(tmp_path: Path, dtype: torch.dtype) -> None:
-    LlamaForCausalLM(small_config()).to(dtype).save_pretrained(tmp_path, max_shard_size="10KB")
+    model = LlamaForCausalLM(small_config())
+    torch.nn.Module.to(model, dtype)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
     source = load_model_source(str(tmp_path))
     assert source.directory == tmp_path
     assert (source.config.model_type, source.vocab_size, source.dtype) == ("llama", 300, dtype)
@@ -111,7 +113,7 @@ def test_names_of_nothing(tmp_path: Path) -> None:
         (b'{"model_type": "\xff"}', "no UTF-8 at byte 16"),
         (b"[]", "must be a JSON object, is a list"),
         (b"{}", "model_type None is not a causal language model"),
-        (b'{"model_type": "lama"}', r"model_type 'lama' is .*\(did you mean llama.*\?\); allowed are .*gpt2, .*llama, "),
+        (b'{"model_type": "lama"}', r"model_type 'lama' is .*\(did you mean llama.*\?\); allowed are .*llama, "),
         (b'{"model_type": "t5"}', "model_type 't5' is not a causal language model that this transformers knows"),
         (b'{"model_type": ["llama"]}', "is not a causal language model"),
         (b'{"model_type": "llama", "hidden_size": "wide"}', "the llama config is refused"),

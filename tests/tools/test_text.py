@@ -4,6 +4,7 @@ import os
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def save_tokenizer(directory: Path, *, eos: bool = True) -> Path:
         show_progress=False,
     )
     bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog\n    return self.value\n"] * 9, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>" if eos else None).save_pretrained(directory)
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(tokenizer_object=bpe, eos_token="<eos>" if eos else None).save_pretrained(directory)
     return directory
 
 
