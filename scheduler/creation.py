@@ -19,7 +19,7 @@ from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers import checksum
 from hoist.tiers.checksum import ChunkChecksum
-from hoist.tiers.format import StateArray
+from hoist.tiers.format import MODEL_DIRECTORY, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
@@ -48,13 +48,15 @@ def create_store(
     source: Source,
     attributes: Mapping[str, Any],
     run: Mapping[str, Any] | None = None,
+    extras: Callable[[Path], None] | None = None,
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> Store:
     """Create a store, fill it stage by stage from ``source`` and commit it as step 0.
 
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
-    and done and total bytes. Raises StoreRefusedError with nothing changed, ModelError on weights that are not finite,
+    and done and total bytes. ``extras`` is called with the directory for small files that belong beside the weights
+    (configuration, tokenizer). Raises StoreRefusedError with nothing changed, ModelError on weights that are not finite,
     whatever ``source`` raises, TransferError; after those the directory holds no store that opens.
     """
 
@@ -72,10 +74,12 @@ def create_store(
     )
     try:
         _fill(store, model, setup, engine, source, report("writing weights"))
+        if extras is not None:
+            extras(store.directory / MODEL_DIRECTORY)
         names = [placed.spec.name for layout in setup.layouts for placed in layout.trainable]
         store.commit(step=0, adam_steps=dict.fromkeys(names, 0), run=dict(run or {}))
     except BaseException:
-        store.close()
+        store.discard()
         raise
     return store
 

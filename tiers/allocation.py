@@ -26,6 +26,7 @@ OWN_NAMES = frozenset(
         store_format.CRC_DIRECTORY,
         store_format.STAGES_DIRECTORY,
         store_format.SCRATCH_DIRECTORY,
+        store_format.MODEL_DIRECTORY,
     }
 )
 #: What the root of an ext4 file system holds when new: a drive may be mounted right at the store's directory.

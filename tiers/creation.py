@@ -41,7 +41,12 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
         commit.unlink()
         allocation.sync_directory(directory)
     (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
-    for name in (store_format.STAGES_DIRECTORY, store_format.SCRATCH_DIRECTORY, store_format.CRC_DIRECTORY):
+    for name in (
+        store_format.STAGES_DIRECTORY,
+        store_format.SCRATCH_DIRECTORY,
+        store_format.CRC_DIRECTORY,
+        store_format.MODEL_DIRECTORY,
+    ):
         remove_tree(directory / name, engine)
     (directory / store_format.STATUS_NAME).unlink(missing_ok=True)
     (directory / store_format.METADATA_NAME).unlink(missing_ok=True)

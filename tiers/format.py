@@ -34,6 +34,7 @@ STATUS_NAME = "status.json"
 CRC_DIRECTORY = "crc"
 STAGES_DIRECTORY = "stages"
 SCRATCH_DIRECTORY = "scratch"
+MODEL_DIRECTORY = "model"
 FROZEN_NAME = "buffers"
 
 #: COMMIT.json begins with this and 8 hexadecimal digits; they cover every byte from :data:`_COVERED_FROM` on.

@@ -244,6 +244,20 @@ class Store:
         if self._lock is not None:
             self._lock.release()
 
+    def discard(self) -> None:
+        """Close a store that was never committed and remove it, its directory too if nothing else is in it.
+
+        Raises RuntimeError, with nothing changed, on a store that has a commit.
+        """
+        if self.record is not None:
+            raise RuntimeError(f"{self.directory}: has a commit and is not discarded")
+        self._closed = True
+        creation.remove_store(self.directory, self._engine)
+        if self._lock is not None:
+            self._lock.release(remove=True)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
     def __enter__(self) -> Self:
         return self
 

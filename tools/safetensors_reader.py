@@ -63,13 +63,23 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """A tensor as the model has it: tensors of the checkpoint, flattened and laid end to end. Nearly always one."""
+
+    names: tuple[str, ...]
+    """The checkpoint's names, in order."""
+    shape: tuple[int, ...]
+    """The shape that they make."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
     """How the tensors of a checkpoint fit those of a model. Make one with :func:`match`."""
 
     directory: Path
     """The checkpoint's directory."""
-    sources: Mapping[str, str]
-    """The checkpoint's name of each of the model's tensors that was found."""
+    sources: Mapping[str, tuple[str, ...]]
+    """For each of the model's tensors that was found, what to give :meth:`CheckpointReader.read_into`."""
     missing: tuple[str, ...]
     """The model's tensors that the checkpoint lacks."""
     unexpected: tuple[str, ...]
@@ -152,7 +162,7 @@ class CheckpointReader:
 
     def read_into(
         self,
-        name: str,
+        name: str | Sequence[str],
         destination: torch.Tensor,
         *,
         start_element: int = 0,
@@ -162,15 +172,39 @@ class CheckpointReader:
     ) -> None:
         """Fill ``destination`` with the elements of tensor ``name`` from ``start_element`` on, counted flattened.
 
-        ``destination`` is 1-D and contiguous, and either of the tensor's own dtype or float32, to which the other
-        floating-point types are converted. ``staging`` is 1-D uint8, its address and length multiples of 4 KiB, at
-        least 16 KiB; it is free again when the call returns. Reads are rounded out to 4 KiB; at the file's end they are
-        exact.
+        Several names are read as one tensor, laid end to end (:attr:`Match.sources`). ``destination`` is 1-D and
+        contiguous, and either of the tensor's own dtype or float32, to which the other floating-point types are
+        converted. ``staging`` is 1-D uint8, its address and length multiples of 4 KiB, at least 16 KiB; it is free
+        again when the call returns. Reads are rounded out to 4 KiB; at the file's end they are exact.
 
         Raises :class:`CheckpointError` on a NaN (if ``refuse_nan``) with the tensor and the element, TransferError if a
         read fails, KeyError for an unknown name, ValueError for a range or buffer that cannot be. After a failure the
         content of both buffers is undefined.
         """
+        check_staging(staging)
+        names = (name,) if isinstance(name, str) else tuple(name)
+        total = sum(self.tensors[part].num_elements for part in names)
+        stop_element = start_element + destination.numel()
+        if start_element < 0 or stop_element > total:
+            raise ValueError(f"elements {start_element} to {stop_element} of the {total} of {', '.join(names)}")
+        position = 0
+        for part in names:
+            end = position + self.tensors[part].num_elements
+            first, last = max(position, start_element), min(end, stop_element)
+            if first < last:
+                into = destination[first - start_element : last - start_element]
+                self._read_part(part, into, first - position, engine, staging, refuse_nan)
+            position = end
+
+    def _read_part(
+        self,
+        name: str,
+        destination: torch.Tensor,
+        start_element: int,
+        engine: IoEngine,
+        staging: torch.Tensor,
+        refuse_nan: bool,
+    ) -> None:
         entry = self.tensors[name]
         if destination.dtype not in (entry.dtype, torch.float32) or (
             destination.dtype != entry.dtype and entry.dtype not in FLOAT_DTYPES
@@ -180,11 +214,6 @@ class CheckpointReader:
                 f"{destination.dtype}; allowed "
                 f"are {', '.join(sorted(map(str, FLOAT_DTYPES)))}: save the model in one of these"
             )
-        if start_element < 0 or start_element + destination.numel() > entry.num_elements:
-            raise ValueError(
-                f"elements {start_element} to {start_element + destination.numel()} of {name!r} {entry.shape}"
-            )
-        check_staging(staging)
         if self._open not in (None, entry.file):
             self.forget(engine)
         self._open = entry.file
@@ -223,18 +252,18 @@ def match(
     names_and_shapes: Mapping[str, tuple[int, ...]],
     aliases: Iterable[Sequence[str]] = (),
     *,
-    base_model_prefix: str = "",
+    parts: Mapping[str, Parts] | None = None,
     ignore_unexpected: Sequence[str] = (),
 ) -> Match:
     """Find each of the model's tensors in the checkpoint.
 
-    ``aliases`` are groups of tied names: any of a group will do for all. ``base_model_prefix`` is transformers'
-    attribute of the model class (``transformer`` for GPT-2): a checkpoint of the bare decoder has its names without it.
-    ``ignore_unexpected`` are regular expressions of the checkpoint's names that are no news (transformers'
+    ``aliases`` are groups of tied names: any of a group will do for all. ``parts`` says what the checkpoint's tensors
+    are in the model where names differ (`checkpoint_names.py`); by default each is the one of its own name.
+    ``ignore_unexpected`` are regular expressions of names that are no news (transformers'
     ``_keys_to_ignore_on_load_unexpected``).
     """
-    prefix = f"{base_model_prefix}." if base_model_prefix else ""
-    bare = bool(prefix) and not any(name.startswith(prefix) for name in reader.tensors)
+    if parts is None:
+        parts = {name: Parts(names=(name,), shape=entry.shape) for name, entry in reader.tensors.items()}
     groups: dict[str, tuple[str, ...]] = {}
     for group in aliases:
         groups.update(dict.fromkeys(group, tuple(group)))
@@ -244,25 +273,23 @@ def match(
     copies: dict[str, str] = {}
     for name, shape in names_and_shapes.items():
         candidates = [name, *(other for other in groups.get(name, ()) if other != name)]
-        if bare:
-            candidates += [candidate.removeprefix(prefix) for candidate in candidates]
-        found = [candidate for candidate in dict.fromkeys(candidates) if candidate in reader.tensors]
+        found = [candidate for candidate in candidates if candidate in parts]
         if not found:
             missing.append(name)
             continue
         sources[name] = found[0]
         copies.update(dict.fromkeys(found[1:], found[0]))
-        if reader.tensors[found[0]].shape != tuple(shape):
-            wrong_shape.append((name, tuple(shape), reader.tensors[found[0]].shape))
+        if parts[found[0]].shape != tuple(shape):
+            wrong_shape.append((name, tuple(shape), parts[found[0]].shape))
     used = set(sources.values())
     patterns = [re.compile(pattern) for pattern in ignore_unexpected]
     return Match(
         directory=reader.directory,
-        sources=sources,
+        sources={name: parts[source].names for name, source in sources.items()},
         missing=tuple(missing),
         unexpected=tuple(
             name
-            for name in reader.tensors
+            for name in parts
             if name not in used and name not in copies and not any(pattern.search(name) for pattern in patterns)
         ),
         wrong_shape=tuple(wrong_shape),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tools.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_every_range_of_every_float_is_read_as_float32(
                 read = torch.full((stop - start,), torch.nan, dtype=wanted)
                 reader.read_into(name, read, start_element=start, engine=engine, staging=staging)
                 assert torch.equal(read, flat[start:stop].to(wanted)), (name, start, stop, wanted)
-    with pytest.raises(ValueError, match=r"elements 1 to 2 of 'first' \(1,\)"):
+    with pytest.raises(ValueError, match="elements 1 to 2 of the 1 of first"):
         reader.read_into("first", torch.zeros(1), start_element=1, engine=engine, staging=staging)
 
 
@@ -340,34 +340,11 @@ def test_what_save_pretrained_wrote_fits(
     found = match(reader, shapes(model), aliases)
     found.require()
     assert set(found.sources) == set(model.state_dict())
-    assert (found.sources["lm_head.weight"] == "model.embed_tokens.weight") is tied
+    assert (found.sources["lm_head.weight"] == ("model.embed_tokens.weight",)) is tied
     for name, value in model.state_dict().items():
         read = torch.zeros(value.numel())
         reader.read_into(found.sources[name], read, engine=engine, staging=staging)
         assert torch.equal(read, value.flatten())
-
-
-def test_a_bare_decoder_fits_without_its_prefix(tmp_path: Path) -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=8))
-    model.transformer.save_pretrained(tmp_path)
-    old = {name: value.clone() for name, value in model.transformer.state_dict().items()}
-    old["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # the mask that old checkpoints carry
-    save_file(old, tmp_path / "model.safetensors")
-    reader = CheckpointReader(tmp_path)
-    found = match(
-        reader,
-        shapes(model),
-        [("lm_head.weight", "transformer.wte.weight")],
-        base_model_prefix="transformer",
-        ignore_unexpected=[r"attn\.bias"],
-    )
-    found.require()
-    assert found.sources["transformer.h.1.ln_1.weight"] == "h.1.ln_1.weight"
-    assert found.sources["lm_head.weight"] == "wte.weight"
-    with pytest.raises(
-        CheckpointError, match=r"29 missing \(transformer\.wte\.weight, .* and 26 more\); 28 unknown|missing"
-    ):
-        match(reader, shapes(model)).require()
 
 
 def test_what_does_not_fit_is_listed_in_one_line(tmp_path: Path) -> None:
@@ -396,5 +373,14 @@ def test_tied_tensors_that_are_there_twice_are_reported(tmp_path: Path) -> None:
     found.require()
     assert found.extra_copies == (("embed", "head"),)
     both = match(CheckpointReader(tmp_path), {"embed": (2,), "head": (2,)}, [("embed", "head")])
-    assert both.sources == {"embed": "embed", "head": "head"}
+    assert both.sources == {"embed": ("embed",), "head": ("head",)}
     assert both.extra_copies == ()
+
+
+def test_several_tensors_are_read_end_to_end(tmp_path: Path, engine: DirectEngine, staging: torch.Tensor) -> None:
+    reader = CheckpointReader(two_shards(tmp_path / "m"))
+    whole = torch.cat([torch.arange(7000.0), torch.ones(15), torch.arange(5000.0)])
+    for start, stop in ((0, 12_015), (6999, 7016), (7003, 7004), (7015, 12_015), (12_015, 12_015)):
+        read = torch.zeros(stop - start)
+        reader.read_into(("c", "b", "a"), read, start_element=start, engine=engine, staging=staging)
+        assert torch.equal(read, whole[start:stop])

@@ -1,0 +1,102 @@
+"""`hoist export`: a store's committed weights as a Hugging Face directory, streamed tensor by tensor.
+
+The writer of safetensors is `safetensors_writer.py`; reading the store is `hoist.scheduler.reading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hoist.scheduler.reading import TensorReader
+from hoist.tiers.arena import Arena
+from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.format import MODEL_DIRECTORY
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import PlacedTensor, StageLayout
+from hoist.tiers.store import Store
+from hoist.tools.errors import ExportError
+from hoist.tools.model_files import copy_model_files
+from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
+
+#: Elements that are read at a time, and the writer's buffer: 8 + 8 MiB in all.
+WINDOW_ELEMENTS = 2**20
+STAGING_BYTES = 8 * 2**20
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSummary:
+    """What an export wrote."""
+
+    directory: Path
+    step: int
+    """Optimizer steps that the weights carry."""
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+
+
+def export_store(
+    store_directory: Path,
+    target: Path,
+    *,
+    engine: IoEngine,
+    dtype: str = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportSummary:
+    """Write the last commit's weights and the model's small files to the new directory ``target``.
+
+    Tied tensors are written once. Trainable weights are written as ``dtype``, frozen ones and buffers as they are kept.
+    Needs about 24 MiB, whatever the model's size. The store may be trained meanwhile, but not for longer than to its
+    next commit: then ExportError. On any failure nothing is left at ``target``.
+    """
+    with Store.open(store_directory, engine=engine, writable=False) as store:
+        if store.record is None:
+            raise StoreFormatError(f"{store.directory}: nothing is committed")
+        tensors: dict[str, tuple[StageLayout, PlacedTensor]] = {
+            placed.spec.name: (layout, placed) for layout in store.layouts for placed in (*layout.trainable, *layout.frozen)
+        }
+        exported = {
+            name: DTYPES[dtype] if placed.spec.trainable else getattr(torch, placed.spec.dtype)
+            for name, (_, placed) in tensors.items()
+        }
+        total = sum(exported[name].itemsize * placed.spec.num_elements for name, (_, placed) in tensors.items())
+        arena = Arena(STAGING_BYTES)
+        reader = TensorReader(store, engine, window_elements=WINDOW_ELEMENTS)
+        try:
+            with StreamingWriter(
+                target,
+                [(name, exported[name], placed.spec.shape) for name, (_, placed) in tensors.items()],
+                max_shard_bytes,
+                engine=engine,
+                staging=arena.lease(STAGING_BYTES, "staging").tensor,
+            ) as writer:
+                done = 0
+                for planned in writer.plan:
+                    layout, placed = tensors[planned.name]
+                    read = reader.weights if placed.spec.trainable else reader.frozen
+                    start = 0
+                    while start < placed.spec.num_elements:
+                        part = read(layout, placed, start)
+                        writer.write(planned.name, part)
+                        start += part.numel()
+                        done += part.numel() * planned.dtype.itemsize
+                        if progress is not None:
+                            progress(done, total)
+                copy_model_files(store.directory / MODEL_DIRECTORY, writer.temporary_directory, dtype=dtype)
+                if not store.is_current():
+                    raise ExportError(
+                        f"{store.directory}: a run committed while it was exported; stop the run or export again"
+                    )
+        finally:
+            reader.close()
+            arena.close()
+        return ExportSummary(
+            directory=target, step=store.record.step, num_tensors=len(tensors), num_bytes=total
+        )
