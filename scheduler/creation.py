@@ -101,7 +101,7 @@ def _fill(
             stage_places.weights.zero_()
             stage_places.frozen.zero_()
             owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
-            source(stage, owned, stage_places.gradients.view(torch.uint8))
+            source(stage, owned, places.gradient_region)
             _refuse_non_finite(owned)
             _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
             done += layout.num_elements

@@ -1,6 +1,6 @@
 """Runs any plan: hands each op to its lane once what it waits for is done. Knows nothing of models, tensors or files.
 
-What an op does is the handler's business (`engine.py`). The caller's thread is the compute lane; copy, optim and commit
+What an op does is the handler's business (`runtime.py`). The caller's thread is the compute lane; copy, optim and commit
 have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -24,7 +24,10 @@ class Handler(Protocol):
     """What ops do. ``run`` is called on the op's lane and returns when the op has ended; ``start`` must not block."""
 
     def run(self, op: Op, step: int) -> None:
-        """Carry out a copy, compute, optim or commit op of a step."""
+        """Carry out a copy, compute, optim or commit op of a step, or keep the books of an op without a lane.
+
+        The latter is called by whichever thread ended what the op waited for, and must not block.
+        """
 
     def start(self, op: Op, step: int, done: Done) -> None:
         """Begin an I/O op; ``done`` is called exactly once, from any thread."""
@@ -94,7 +97,8 @@ class Executor:
         #: The optim lane takes ops strictly in plan order.
         self._optim_queue: deque[_Item] = deque()
         self._io_in_flight = 0
-        self._joins: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        #: By the identities of two plans, which are kept here too, so that no other object can get theirs.
+        self._joins: dict[tuple[int, int], tuple[LinkedPlan, LinkedPlan, Sequence[tuple[int, int]]]] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"hoist-{lane.value}", daemon=True)
             for lane in (Lane.COPY, Lane.OPTIM, Lane.COMMIT)
@@ -105,12 +109,22 @@ class Executor:
     def run(self, linked: LinkedPlan, step: int) -> list[Span]:
         """Execute a step; returns when it is computed and its gradients measured (updates may still be under way).
 
-        Returns the spans of everything that ended since the previous call returned. Raises what an op raised.
+        Returns the spans of everything that ended since the previous call returned. Raises what an op raised, and
+        ValueError once closed.
         """
-        run = _Run(linked, step)
         with self._lock:
             self._raise_error()
-            while len(self._runs) > 1 and self._error is None:
+        try:
+            self._compute(_Run(linked, step))
+        except BaseException as error:  # an interrupt while it waits leaves the step half done, like any other error
+            self._abandon(error)
+            raise
+        return self._take_spans()
+
+    def _compute(self, run: _Run) -> None:
+        """The caller's share of a step: its compute ops, and waiting."""
+        with self._lock:
+            while len(self._runs) > 1 and not self._stopped:
                 self._wake[Lane.COMPUTE].wait()
             self._raise_error()
             ready = self._register(run)
@@ -119,28 +133,34 @@ class Executor:
             if op.lane is not Lane.COMPUTE:
                 continue
             with self._lock:
-                while run.waiting[index] and self._error is None:
+                while run.waiting[index] and not self._stopped:
                     self._wake[Lane.COMPUTE].wait()
                 self._raise_error()
             self._execute((run, index))
             with self._lock:
                 self._raise_error()
         with self._lock:
-            while run.num_awaited and self._error is None:
+            while run.num_awaited and not self._stopped:
                 self._wake[Lane.COMPUTE].wait()
             self._raise_error()
-        return self._take_spans()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Nothing new is started from now on; the first error is the one that later calls raise."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            self._wake_all()
 
     def drain(self) -> list[Span]:
         """Wait until everything that was given has ended; returns the spans since the last call. Raises what an op raised."""
         with self._lock:
-            while self._runs and self._error is None:
+            while self._runs and not self._stopped:
                 self._wake[Lane.COMPUTE].wait()
             self._raise_error()
         return self._take_spans()
 
     def close(self) -> None:
-        """Stop the lanes after what they are doing, wait for I/O in flight. Idempotent; raises nothing."""
+        """Stop the lanes after the op that each is at, wait for I/O in flight. Idempotent; raises nothing."""
         with self._lock:
             self._closing = True
             self._wake_all()
@@ -157,8 +177,8 @@ class Executor:
         if previous is not None and previous.num_left:
             key = (id(previous.linked), id(run.linked))
             if key not in self._joins:
-                self._joins[key] = tuple(join(previous.linked, run.linked))
-            for earlier, later in self._joins[key]:
+                self._joins[key] = (previous.linked, run.linked, join(previous.linked, run.linked))
+            for earlier, later in self._joins[key][2]:
                 if not previous.done[earlier]:
                     previous.later.setdefault(earlier, []).append((run, later))
                     run.waiting[later] += 1
@@ -217,7 +237,10 @@ class Executor:
             op = run.ops[index]
             lane = op.lane
             if lane is Lane.NONE:
-                self._finish(item, 0.0, None)
+                with self._lock:
+                    stopped = self._stopped
+                if not stopped:
+                    self._execute(item)
             elif lane is Lane.IO:
                 self._start_io(item)
             else:
@@ -229,7 +252,7 @@ class Executor:
     def _start_io(self, item: _Item) -> None:
         run, index = item
         with self._lock:
-            if self._error is not None or self._closing:
+            if self._stopped:
                 return
             self._io_in_flight += 1
         start = perf_counter()
@@ -263,7 +286,7 @@ class Executor:
 
     def _next(self, lane: Lane) -> _Item | None:
         """The op that a lane's thread takes now, if any. The lock is held."""
-        if self._error is not None:
+        if self._stopped:
             return None
         if lane is Lane.OPTIM:
             if self._optim_queue:
@@ -274,12 +297,20 @@ class Executor:
         queue = self._ready[lane]
         return queue.popleft() if queue else None
 
+    @property
+    def _stopped(self) -> bool:
+        """Nothing new may start. The lock is held."""
+        return self._error is not None or self._closing
+
     def _raise_error(self) -> None:
-        """Raise what a lane raised. The lock is held."""
+        """Raise what a lane raised; ValueError after :meth:`close`. The lock is held."""
         if self._error is not None:
-            if self._failed_op is not None and not getattr(self._error, "__notes__", None):
+            if self._failed_op is not None:
                 self._error.add_note(f"while executing {self._failed_op}")
+                self._failed_op = None  # said once
             raise self._error
+        if self._closing:
+            raise ValueError("the executor is closed")
 
     def _take_spans(self) -> list[Span]:
         with self._lock:

@@ -144,6 +144,8 @@ class Places:
         self.arena = Arena(memory.arena_bytes)
         weights = self.arena.lease(memory.weight_bytes, "weight buffers").tensor
         gradients = self.arena.lease(memory.gradient_bytes, "gradient buffers").tensor
+        #: uint8: all gradient buffers together, which creation uses for staging.
+        self.gradient_region = gradients
         loan_region = self.arena.lease(memory.demand.loan_bytes, "gradients of tied tensors").tensor.view(torch.float32)
         ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
         #: float32 scratch for one block of a weight's gradient.
@@ -178,7 +180,7 @@ class Places:
         """Free the arena; the views must not be used any more."""
         self.stages.clear()
         self.loans.clear()
-        self.block = torch.empty(0)
+        self.block = self.gradient_region = torch.empty(0)
         self.staging.clear()
         self.states.clear()
         self.activations.clear()

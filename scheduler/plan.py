@@ -26,7 +26,7 @@ class Lane(Enum):
     COMMIT = "commit"
     """One thread that makes commits."""
     NONE = "none"
-    """Nothing to do: the op only joins dependencies."""
+    """Nothing but bookkeeping: the op joins dependencies."""
 
 
 class Kind(Enum):
@@ -52,10 +52,12 @@ class Kind(Enum):
     """The modules of ``stage`` lose their weights; the buffer may be taken."""
     NORM = auto()
     """The gradients of ``stage`` are complete: add what borrowers of its tensors left, and take the sum of squares."""
+    OPEN_CHUNK = auto()
+    """Every piece of a chunk (``piece``: its first) has been written: the chunk may be read from its newest slot."""
     READ_STATES = auto()
     """NVMe -> state slot: weights and moments of one piece."""
     UPDATE = auto()
-    """AdamW on one piece in its state slot; with ``refresh`` the new weights also go to the weight buffer."""
+    """AdamW on one piece in its state slot; the new weights also go to the weight buffers of the stages in ``refresh``."""
     WRITE_STATES = auto()
     """State slot -> NVMe (the slot that the last commit does not name)."""
     SPILL_ACTIVATION = auto()
@@ -81,6 +83,7 @@ LANES: dict[Kind, Lane] = {
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.UNBIND: Lane.COMPUTE,
     Kind.NORM: Lane.OPTIM,
+    Kind.OPEN_CHUNK: Lane.NONE,
     Kind.READ_STATES: Lane.IO,
     Kind.UPDATE: Lane.OPTIM,
     Kind.WRITE_STATES: Lane.IO,
@@ -107,6 +110,8 @@ class Part(Enum):
     """An optimizer state slot (number)."""
     STATE = auto()
     """The stored states of one piece (stage, piece)."""
+    CHUNK = auto()
+    """The place that a chunk (stage, chunk) is read from: it turns as a whole, when its last piece has been written."""
     ACTIVATION = auto()
     """An activation slot (number)."""
     SCRATCH_ACTIVATION = auto()
@@ -141,8 +146,8 @@ class Op:
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1
     """READ_WEIGHTS and MERGE: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
-    refresh: bool = False
-    """UPDATE: the weight buffer still holds this stage and must get the new weights."""
+    refresh: tuple[int, ...] = ()
+    """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
 
     @property
     def lane(self) -> Lane:
@@ -293,6 +298,8 @@ class _ActivationSlots:
         self.free = list(range(num_slots))[::-1]
         self.slot_of: dict[tuple[int, int], int] = {}
         self.spilled: set[tuple[int, int]] = set()
+        #: Scratch holds what they are now: losing their slot costs no write.
+        self.saved: set[tuple[int, int]] = set()
         self.ever_spilled: set[tuple[int, int]] = set()
         self._uses: dict[tuple[int, int], list[int]] = {}
         for position, (visit, micro_batch) in enumerate(_computations(visits)):
@@ -402,8 +409,15 @@ class _Builder:
         cycle = self.visits[index:] + self.visits
         return next(visit.stage for visit in cycle if visit.stage != stage)
 
-    def emit(self, kind: Kind, *, reads: Sequence[Resource] = (), writes: Sequence[Resource] = (), **fields: int) -> None:
-        refresh = bool(fields.pop("refresh", 0))
+    def emit(
+        self,
+        kind: Kind,
+        *,
+        reads: Sequence[Resource] = (),
+        writes: Sequence[Resource] = (),
+        refresh: tuple[int, ...] = (),
+        **fields: int,
+    ) -> None:
         self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **fields))
 
     def load(self, stage: int) -> None:
@@ -459,6 +473,8 @@ class _Builder:
             kind = Kind.LOSS if visit.phase is Phase.LOSS else Kind.BACKWARD
             # The gradient of a stage's input takes the place of that input.
             self.emit(kind, reads=(weights, *resources), writes=(gradient, *loans, *resources[: 1 if stage > 0 else 0]), **common)
+            if stage > 0:
+                self.activations.saved.discard(boundaries[0])
             if visit.phase is Phase.BACKWARD:
                 self.activations.drop(boundaries[-1])
         self.position += 1
@@ -470,7 +486,8 @@ class _Builder:
             return slot
         slot, victim = self.activations.take(boundary, self.position, pinned)
         resource = Resource(Part.ACTIVATION, slot)
-        if victim is not None:
+        if victim is not None and victim not in self.activations.saved:
+            self.activations.saved.add(victim)
             self.emit(
                 Kind.SPILL_ACTIVATION,
                 reads=(resource,),
@@ -524,21 +541,24 @@ class _Builder:
     def update(self, index: int, stage: int) -> None:
         """The optimizer's ops of a stage whose gradients are complete."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
-        buffer = self.buffers.weights[stage]
-        refresh = self.held.get(buffer) == stage and self.next_holder(index, buffer) == stage
-        if not refresh and self.held.get(buffer) == stage:
-            del self.held[buffer]
+        keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
         self.emit(Kind.NORM, writes=(gradient, *loans), stage=stage)
-        for piece in range(self.stages[stage].num_pieces):
+        opened = -1
+        for piece, chunk in enumerate(self.stages[stage].chunks):
             slot = self.next_state
             self.next_state = (slot + 1) % self.buffers.num_states
             states = Resource(Part.STATE_SLOT, slot)
             stored = Resource(Part.STATE, stage, piece)
-            refreshed = (Resource(Part.WEIGHTS, buffer),) if refresh else ()
-            self.emit(Kind.READ_STATES, reads=(stored,), writes=(states,), stage=stage, piece=piece, slot=slot)
+            newest = Resource(Part.CHUNK, stage, chunk)
+            refresh = tuple(keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed)
+            refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
+            if chunk != opened:
+                opened = chunk
+                self.emit(Kind.OPEN_CHUNK, reads=self.pieces_of_chunk[stage][chunk], writes=(newest,), stage=stage, piece=piece)
+            self.emit(Kind.READ_STATES, reads=(stored, newest), writes=(states,), stage=stage, piece=piece, slot=slot)
             self.emit(
-                Kind.UPDATE, reads=(gradient,), writes=(states, *refreshed), stage=stage, piece=piece, slot=slot, refresh=int(refresh)
+                Kind.UPDATE, reads=(gradient,), writes=(states, *refreshed), stage=stage, piece=piece, slot=slot, refresh=refresh
             )
             self.emit(
                 Kind.WRITE_STATES,
@@ -548,6 +568,23 @@ class _Builder:
                 piece=piece,
                 slot=slot,
             )
+
+    def keepers(self, index: int, stage: int) -> tuple[int, ...]:
+        """Stages in whose buffers the weights of ``stage`` stay for the next visit: itself, and borrowers of its tensors.
+
+        A buffer that is taken by another stage before that loses them now: they will be read again.
+        """
+        users = [
+            user
+            for user, shape in enumerate(self.stages)
+            if user == stage or any(owner == stage for owner, _ in shape.borrowed)
+        ]
+        held = [user for user in users if self.held.get(self.buffers.weights[user]) == user]
+        kept = tuple(user for user in held if self.next_holder(index, self.buffers.weights[user]) == user)
+        for user in held:
+            if user not in kept:
+                del self.held[self.buffers.weights[user]]
+        return kept
 
     def next_holder(self, index: int, buffer: int) -> int:
         """The stage that uses a weight buffer next, this step or the next one."""

@@ -20,13 +20,15 @@ from hoist.optim.split import merge
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
+from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Kind, Op
+from hoist.scheduler.plan import Buffers, Kind, Op
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, StagedModel
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
+from hoist.tiers.manager import Item, ItemKind, Manager, State
 from hoist.tiers.store import Store
 
 Batch = Mapping[str, Tensor]
@@ -80,6 +82,30 @@ def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
     return accumulate
 
 
+def _boundary(op: Op, offset: int) -> Item:
+    """The boundary activation behind stage ``op.stage + offset`` for the op's micro-batch."""
+    return Item(ItemKind.ACTIVATION, op.stage + offset, op.micro_batch)
+
+
+def _overlap(piece: Piece, placed: PlacedTensor) -> bool:
+    """Part of the tensor lies in the piece."""
+    return piece.start < placed.offset + placed.spec.num_elements and placed.offset < piece.stop
+
+
+def _then(done: Done, note: Callable[[], None]) -> Done:
+    """A ``done`` that first notes the success; an error of the noting is the op's error."""
+
+    def finish(error: BaseException | None) -> None:
+        if error is None:
+            try:
+                note()
+            except BaseException as raised:
+                error = raised
+        done(error)
+
+    return finish
+
+
 class _Join:
     """Calls ``done`` once when ``count`` futures have ended, with the first error."""
 
@@ -110,6 +136,8 @@ class Runtime:
         store: Store,
         engine: IoEngine,
         places: Places,
+        manager: Manager,
+        buffers: Buffers,
         piece_elements: int,
         optimizer: AdamWHyperparameters,
         no_decay_norms: bool,
@@ -121,6 +149,8 @@ class Runtime:
         self._store = store
         self._engine = engine
         self._places = places
+        self._manager = manager
+        self._buffers = buffers
         self._seed = seed
         self._optimizer = optimizer
         self._no_decay_norms = no_decay_norms
@@ -143,11 +173,22 @@ class Runtime:
         self._own: list[dict[str, PlacedTensor]] = [
             {placed.spec.name: placed for placed in layout.trainable} for layout in self._layouts
         ]
+        #: Per stage, whose weight buffers hold tensors of it: its own and its borrowers'.
+        self._users = [
+            [
+                user
+                for user, own in enumerate(places.stages)
+                if user == stage or any(tensor.owner == stage for tensor in own.borrowed)
+            ]
+            for stage in range(len(places.stages))
+        ]
         self._bound = [places.tensors() for places in places.stages]
         #: Where spilled activations and gradients go: path and byte offset, by key.
         self.scratch_activations: dict[tuple[int, int], tuple[Path, int]] = {}
         self.scratch_gradients: dict[int, tuple[Path, int]] = {}
         self._run: dict[Kind, Callable[[Op, StepState], None]] = {
+            Kind.ACQUIRE: self._acquire,
+            Kind.OPEN_CHUNK: lambda op, state: None,
             Kind.MERGE: self._merge,
             Kind.BIND: self._bind,
             Kind.UNBIND: self._unbind,
@@ -206,6 +247,21 @@ class Runtime:
 
     # ------------------------------------------------------------------ weights
 
+    def _acquire(self, op: Op, state: StepState) -> None:
+        places = self._places.stages[op.stage]
+        borrowed = {
+            (tensor.owner, piece.index)
+            for tensor in places.borrowed
+            for piece in self.pieces[tensor.owner]
+            if _overlap(piece, tensor.placed)
+        }
+        self._manager.fill(
+            Item(ItemKind.WEIGHTS, op.stage),
+            self._buffers.weights[op.stage],
+            places.weights.nbytes + places.frozen.nbytes,
+            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(places.frozen.numel()),
+        )
+
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.owner][op.piece]
         staging = self._places.staging[op.slot]
@@ -221,30 +277,38 @@ class Runtime:
         staging = self._places.staging[op.slot].view(torch.int16)
         hi = staging[: piece.num_elements]
         lo = staging[piece.num_elements : 2 * piece.num_elements]
-        places = self._places.stages[op.stage]
-        if op.owner == op.stage:
+        self._put_weights(op.stage, op.owner, piece, hi, lo)
+        self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
+
+    def _put_weights(self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor) -> None:
+        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece."""
+        places = self._places.stages[stage]
+        if owner == stage:
             merge(hi, lo, places.piece_weights(piece))
             return
         for borrowed in places.borrowed:
-            if borrowed.owner != op.owner:
+            if borrowed.owner != owner or not _overlap(piece, borrowed.placed):
                 continue
             first = max(piece.start, borrowed.placed.offset)
             last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
-            if first < last:
-                target = borrowed.offset + first - borrowed.placed.offset
-                source = slice(first - piece.start, last - piece.start)
-                merge(hi[source], lo[source], places.weights[target : target + last - first])
+            target = borrowed.offset + first - borrowed.placed.offset
+            source = slice(first - piece.start, last - piece.start)
+            merge(hi[source], lo[source], places.weights[target : target + last - first])
 
     def _read_frozen(self, op: Op, state: StepState, done: Done) -> None:
         place = self._store.frozen_place(op.stage)
         target = self._places.stages[op.stage].frozen
-        self._engine.read(place.path, place.offset_bytes, target).add_done_callback(_Join(1, done).part)
+        item = Item(ItemKind.WEIGHTS, op.stage)
+        noted = _then(done, lambda: self._manager.filled(item))
+        self._engine.read(place.path, place.offset_bytes, target).add_done_callback(_Join(1, noted).part)
 
     def _bind(self, op: Op, state: StepState) -> None:
+        self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
         self._stages[op.stage].bind(self._bound[op.stage])
 
     def _unbind(self, op: Op, state: StepState) -> None:
         self._stages[op.stage].unbind()
+        self._manager.unbind(Item(ItemKind.WEIGHTS, op.stage))
 
     # ------------------------------------------------------------------ computation
 
@@ -278,16 +342,20 @@ class Runtime:
                 state.contexts[op.micro_batch] = context
                 state.shapes[op.micro_batch] = tuple(hidden.shape)
             elif isinstance(stage, LayerStage):
+                self._manager.need(_boundary(op, -1), op.slot)
                 source = self._activation(op.slot, state.shapes[op.micro_batch])
                 hidden = stage.forward(source, self._context(op, state))
             else:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
+            self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
             self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
 
     def _loss(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
         if not isinstance(stage, HeadStage):
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        self._manager.need(_boundary(op, -1), op.slot)
+        self._own_gradient(op)
         slot = self._activation(op.slot, state.shapes[op.micro_batch])
         hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
         self._seed_for(op, state)
@@ -296,10 +364,13 @@ class Runtime:
         self._run_backward(op, state, loss, None)
         state.losses[op.micro_batch] = loss.detach()
         self._keep_input_gradient(slot, hidden)
+        self._manager.modify(_boundary(op, -1))
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
         shape = state.shapes[op.micro_batch]
+        self._manager.need(_boundary(op, 0), op.output_slot)
+        self._own_gradient(op)
         gradient = self._activation(op.output_slot, shape)
         self._seed_for(op, state)
         if isinstance(stage, EmbedStage):
@@ -308,14 +379,26 @@ class Runtime:
             self._run_backward(op, state, hidden, gradient)
             state.contexts[op.micro_batch] = None
         elif isinstance(stage, LayerStage):
+            self._manager.need(_boundary(op, -1), op.slot)
             slot = self._activation(op.slot, shape)
             source = slot.data.requires_grad_()
             with self._direct[op.stage]:
                 output = stage.forward(source, self._context(op, state))
             self._run_backward(op, state, output, gradient)
             self._keep_input_gradient(slot, source)
+            self._manager.modify(_boundary(op, -1))
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
+        self._manager.discard(_boundary(op, 0))
+
+    def _own_gradient(self, op: Op) -> None:
+        """The stage's gradient buffer must hold its own sums, or nothing that is still needed."""
+        item = Item(ItemKind.GRADIENT, op.stage)
+        if self._manager.state(item) is State.ABSENT:
+            num_bytes = self._places.stages[op.stage].gradients.nbytes
+            self._manager.create(item, self._buffers.gradients[op.stage], num_bytes)
+        else:
+            self._manager.modify(item)
 
     def _run_backward(self, op: Op, state: StepState, output: Tensor, gradient: Tensor | None) -> None:
         if not output.requires_grad:
@@ -392,6 +475,8 @@ class Runtime:
                 total += self._square_sum.square_sum(places.gradient(placed))
                 self.adam_steps[name] += 1
         state.square_sums[op.stage] = total
+        if not self.pieces[op.stage]:
+            self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
         if len(state.square_sums) == len(self._stages):
             state.adam_steps = dict(self.adam_steps)
 
@@ -404,7 +489,9 @@ class Runtime:
     def _read_states(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
         slot = self._places.states[op.slot]
-        join = _Join(len(StateArray), done)
+        item = Item(ItemKind.STATES, op.stage, op.piece)
+        self._manager.fill(item, op.slot, STATE_BYTES * piece.num_elements)
+        join = _Join(len(StateArray), _then(done, lambda: self._manager.filled(item)))
         for position, array in enumerate(StateArray):
             place = self._store.place(op.stage, array, piece, write=False)
             target = slot.bytes_of(position, piece.num_elements)
@@ -412,9 +499,17 @@ class Runtime:
 
     def _update(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.stage][op.piece]
+        if self._chunk_is_touched(op.stage, piece.chunk, state):
+            self._update_piece(op, piece, state)
+        if op.piece + 1 == len(self.pieces[op.stage]):
+            self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
+
+    def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
         layout = self._layouts[op.stage]
-        if not self._chunk_is_touched(op.stage, piece.chunk, state):
-            return
+        self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
+        for user in self._users[op.stage]:
+            if user not in op.refresh:
+                self._manager.expire(Item(ItemKind.WEIGHTS, user))
         places = self._places.stages[op.stage]
         slot = self._places.states[op.slot]
         weight_hi, weight_lo, exp_avg, exp_avg_sq = slot.arrays(piece.num_elements)
@@ -438,8 +533,9 @@ class Runtime:
             gradient=places.gradients[piece.start : piece.stop],
             segments=segments,
         )
-        if op.refresh:
-            merge(weight_hi, weight_lo, places.piece_weights(piece))
+        for keeper in op.refresh:
+            self._put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
+            self._manager.refresh(Item(ItemKind.WEIGHTS, keeper))
         first_of_chunk = piece.start == piece.chunk * layout.chunk_elements
         if first_of_chunk:
             self._checksum = ChunkChecksum(layout, piece.chunk)
@@ -463,16 +559,14 @@ class Runtime:
             done(None)  # no tensor of the chunk has a gradient: its stored version stays the newest
             return
         slot = self._places.states[op.slot]
+        item = Item(ItemKind.STATES, op.stage, op.piece)
+        self._manager.write(item)
 
-        def written(error: BaseException | None) -> None:
-            try:
-                if error is None:
-                    self._note_piece(op.stage, piece, state)
-            except BaseException as failure:
-                error = failure
-            done(error)
+        def written() -> None:
+            self._manager.written(item, STATE_BYTES * piece.num_elements)
+            self._note_piece(op.stage, piece, state)
 
-        join = _Join(len(StateArray), written)
+        join = _Join(len(StateArray), _then(done, written))
         for position, array in enumerate(StateArray):
             place = self._store.place(op.stage, array, piece, write=True)
             source = slot.bytes_of(position, piece.num_elements)
@@ -493,23 +587,32 @@ class Runtime:
 
     # ------------------------------------------------------------------ scratch
 
+    def _spill(self, item: Item, place: tuple[Path, int], source: Tensor, done: Done) -> None:
+        self._manager.write(item)
+        noted = _then(done, lambda: self._manager.written(item, source.nbytes))
+        self._engine.write(*place, source).add_done_callback(_Join(1, noted).part)
+
+    def _fetch(self, item: Item, buffer: int, place: tuple[Path, int], target: Tensor, done: Done) -> None:
+        self._manager.fill(item, buffer, target.nbytes)
+        noted = _then(done, lambda: self._manager.filled(item))
+        self._engine.read(*place, target).add_done_callback(_Join(1, noted).part)
+
     def _spill_activation(self, op: Op, state: StepState, done: Done) -> None:
-        path, offset = self.scratch_activations[op.stage, op.micro_batch]
-        source = self._places.activations[op.slot]
-        self._engine.write(path, offset, source).add_done_callback(_Join(1, done).part)
+        place = self.scratch_activations[op.stage, op.micro_batch]
+        self._spill(_boundary(op, 0), place, self._places.activations[op.slot], done)
 
     def _fetch_activation(self, op: Op, state: StepState, done: Done) -> None:
-        path, offset = self.scratch_activations[op.stage, op.micro_batch]
-        target = self._places.activations[op.slot]
-        self._engine.read(path, offset, target).add_done_callback(_Join(1, done).part)
+        place = self.scratch_activations[op.stage, op.micro_batch]
+        self._fetch(_boundary(op, 0), op.slot, place, self._places.activations[op.slot], done)
 
     def _gradient_bytes(self, stage: int) -> Tensor:
         return self._places.stages[stage].gradients.view(torch.uint8)
 
     def _spill_gradient(self, op: Op, state: StepState, done: Done) -> None:
-        path, offset = self.scratch_gradients[op.stage]
-        self._engine.write(path, offset, self._gradient_bytes(op.stage)).add_done_callback(_Join(1, done).part)
+        item = Item(ItemKind.GRADIENT, op.stage)
+        self._spill(item, self.scratch_gradients[op.stage], self._gradient_bytes(op.stage), done)
 
     def _fetch_gradient(self, op: Op, state: StepState, done: Done) -> None:
-        path, offset = self.scratch_gradients[op.stage]
-        self._engine.read(path, offset, self._gradient_bytes(op.stage)).add_done_callback(_Join(1, done).part)
+        item = Item(ItemKind.GRADIENT, op.stage)
+        buffer = self._buffers.gradients[op.stage]
+        self._fetch(item, buffer, self.scratch_gradients[op.stage], self._gradient_bytes(op.stage), done)

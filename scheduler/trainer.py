@@ -19,7 +19,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.memory import MemoryPlan
+from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
@@ -27,7 +27,8 @@ from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
-from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.base import IoEngine, IoStatistics
+from hoist.tiers.manager import Manager, ManagerStatistics, Residency
 from hoist.tiers.store import Store
 
 IGNORED_LABEL = -100
@@ -65,6 +66,20 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The metrics as a JSON object."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerStatistics:
+    """What is where, and what has moved since the trainer was made."""
+
+    step: int
+    """Steps done, those of earlier runs included."""
+    residency: ManagerStatistics
+    """Bytes per tier; per kind of item: fills, writes (spills), hits, misses and evictions."""
+    nvme: IoStatistics
+    """The I/O engine's counters, since the engine was made."""
+    host_peak_bytes: int
+    """Most anonymous and shared memory beyond the baseline, so far in the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,11 +127,14 @@ class Trainer:
         self._setup = setup or prepare(model, store.layouts, config)
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
+        self._manager = Manager(stored_bytes=_stored_bytes(store), validate=config.validate)
         self._runtime = Runtime(
             model=model,
             store=store,
             engine=engine,
             places=self._places,
+            manager=self._manager,
+            buffers=self._setup.memory.buffers(),
             piece_elements=self._setup.memory.piece_elements,
             optimizer=config.optimizer,
             no_decay_norms=config.no_decay_norms,
@@ -148,6 +166,19 @@ class Trainer:
     def memory(self) -> MemoryPlan:
         """How the budget is divided."""
         return self._setup.memory
+
+    def statistics(self) -> TrainerStatistics:
+        """A snapshot of what is where and of what has moved so far; may be called from any thread, at any time."""
+        return TrainerStatistics(
+            step=self._position.step,
+            residency=self._manager.statistics(),
+            nvme=self._engine.statistics(),
+            host_peak_bytes=self._sampler.peak_bytes,
+        )
+
+    def residency(self) -> tuple[Residency, ...]:
+        """What is in host buffers or in scratch now, item by item; from any thread."""
+        return self._manager.table()
 
     @property
     def last_spans(self) -> list[Span]:
@@ -294,6 +325,11 @@ class Trainer:
         )
         self._read_bytes, self._written_bytes = read, written
         return metrics
+
+
+def _stored_bytes(store: Store) -> int:
+    """Bytes of the store's arrays, both slots of a chunk counted once."""
+    return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
 
 
 def _specs_in(*groups: Sequence[Any]) -> list[Any]:

@@ -39,3 +39,7 @@ class CorruptChunkError(StoreFormatError):
 
 class TransferError(HoistError, OSError):
     """A read or write of the NVMe tier failed; the message carries operation, file, offset, length and cause."""
+
+
+class ResidencyError(HoistError, RuntimeError):
+    """A move that the residency table does not allow: a bug in a plan or in what carries it out. Nothing was moved."""

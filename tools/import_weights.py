@@ -12,22 +12,14 @@ from torch import Tensor
 from hoist.scheduler.creation import Source
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers.io.base import IoEngine
-from hoist.tools.safetensors_reader import CheckpointReader, match
+from hoist.tools.checkpoint_names import match_model
+from hoist.tools.safetensors_reader import CheckpointReader
 
 
 def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoEngine) -> Source:
     """A source of weights for `create_store`. Raises CheckpointError, at once, if names or shapes do not fit."""
     names = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors}
-    groups: dict[str, list[str]] = {}
-    for alias, name in model.aliases.items():
-        groups.setdefault(name, [name]).append(alias)
-    found = match(
-        reader,
-        names,
-        groups.values(),
-        base_model_prefix=model.model.base_model_prefix,
-        ignore_unexpected=tuple(model.model._keys_to_ignore_on_load_unexpected or ()),
-    )
+    found = match_model(reader, model.model, names, tuple(model.aliases.items()))
     found.require()
 
     def fill(stage: Stage, values: Mapping[str, Tensor], staging: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from hoist.tiers.errors import StoreFormatError
+from hoist.tools.safetensors_writer import sync_path
 from hoist.tools.presets import CONFIG_FILE, ModelSource
 
 #: Suffixes of files that belong to a tokenizer or a template.
@@ -31,6 +32,8 @@ def save_model_files(source: ModelSource, directory: Path) -> None:
         if templates.is_dir():
             shutil.copytree(templates, directory / templates.name)
     source.config.save_pretrained(directory)
+    for path in (*directory.rglob("*"), directory):
+        sync_path(path)
 
 
 def load_config(directory: Path) -> PreTrainedConfig:

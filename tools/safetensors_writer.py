@@ -205,11 +205,11 @@ class StreamingWriter:
             if self._num_shards > 1:
                 self._write_index()
             for path in sorted(self.temporary_directory.rglob("*"), reverse=True):
-                _fsync(path)
-            _fsync(self.temporary_directory)
+                sync_path(path)
+            sync_path(self.temporary_directory)
             self.temporary_directory.rename(self._target)  # replaces an empty directory, fails on anything else
             for path in (self._target.parent, *(made.parent for made in self._made)):
-                _fsync(path)
+                sync_path(path)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -352,7 +352,7 @@ def _header(tensors: Sequence[PlannedTensor]) -> bytearray:
     return bytearray(length.to_bytes(8, "little") + text.ljust(length))
 
 
-def _fsync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

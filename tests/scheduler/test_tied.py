@@ -1,0 +1,173 @@
+"""Tied weights: what one stage owns and another uses. Bit-identical to a stated order of sums; M = 1 equals torch's own.
+
+With M micro-batches torch adds each micro-batch's two gradients of a tied weight, then the sums:
+(h0 + e0) + (h1 + e1) + ... . hoist sees all of the head's before any of the embedding's, so it keeps the sums apart:
+(e0 + e1 + ...) + (h0 + h1 + ...), in both plans. For M = 1 these are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from hoist.optim.adamw import AdamWHyperparameters
+from hoist.scheduler.config import Order
+from tests.support.models import FAMILIES, reference_model, tiny_config
+from tests.support.training import (
+    Engine,
+    Outcome,
+    Recipe,
+    assert_identical,
+    assert_nvme_was_used,
+    make_steps,
+    torch_threads,
+    train,
+    train_reference,
+)
+
+U = 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+def recipe_for(family: str) -> Recipe:
+    return Recipe(attention="eager" if family == "gemma2" else "sdpa")
+
+
+def embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parameter]:
+    """The weights of the input and output embeddings."""
+    first, last = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert isinstance(first, nn.Parameter)
+    assert isinstance(last, nn.Parameter)
+    return first, last
+
+
+def train_with_sums_apart(config: PreTrainedConfig, num_steps: int, micro_batches: int, recipe: Recipe) -> Outcome:
+    """The plain loop with the head's copy of the weights a Parameter of its own, whose gradient is added at the end."""
+
+    def part(model: PreTrainedModel) -> None:
+        if recipe.alter is not None:
+            recipe.alter(model)
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+
+    def add(model: PreTrainedModel) -> None:
+        first, last = embeddings(model)
+        assert first.grad is not None
+        assert last.grad is not None
+        first.grad.add_(last.grad)
+        last.grad = None  # AdamW passes it over
+
+    def copy_back(model: PreTrainedModel) -> None:
+        first, last = embeddings(model)
+        with torch.no_grad():
+            last.copy_(first)
+
+    twin = Recipe(hyperparameters=recipe.hyperparameters, alter=part, attention=recipe.attention)
+    outcome = train_reference(
+        config, make_steps(num_steps, micro_batches), twin, before_update=add, after_update=copy_back
+    )
+    names = dict(reference_model(config).named_parameters()).keys()
+    (extra,) = outcome.initial.keys() - names
+    for values in (outcome.initial, outcome.states.weights, outcome.states.exp_avg, outcome.states.exp_avg_sq):
+        del values[extra]
+    del outcome.states.adam_steps[extra]
+    return outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_micro_batch_equals_torch(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, tied=True)
+    got = train(tmp_path / "store", config, make_steps(3, 1), recipe_for(family), Engine())
+    assert_identical(got, train_reference(config, make_steps(3, 1), recipe_for(family)))
+    assert_nvme_was_used(got)
+
+
+@pytest.mark.parametrize("budget_factor", [1.0, 1.5, 50.0])
+@pytest.mark.parametrize("plan", ["vertical", "horizontal"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_many_micro_batches_equal_sums_made_apart(
+    family: str, plan: Order, budget_factor: float, tmp_path: Path
+) -> None:
+    config = tiny_config(family, tied=True)
+    engine = Engine(plan=plan, budget_factor=budget_factor)
+    got = train(tmp_path / "store", config, make_steps(3, 3), recipe_for(family), engine)
+    assert_identical(got, train_with_sums_apart(config, 3, 3, recipe_for(family)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [2, 3, 7])
+@pytest.mark.parametrize("plan", ["vertical", "horizontal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_sums_made_apart(family: str, plan: Order, micro_batches: int, tmp_path: Path) -> None:
+    config = tiny_config(family, tied=True)
+    got = train(tmp_path / "store", config, make_steps(3, micro_batches), recipe_for(family), Engine(plan=plan))
+    assert_identical(got, train_with_sums_apart(config, 3, micro_batches, recipe_for(family)))
+
+
+def test_distance_to_torch_is_that_of_reordered_sums(tmp_path: Path) -> None:
+    """One step at M = 3: gradients within the bound of two orders of one sum, updates within what that implies.
+
+    Two orders of a float32 sum of n terms differ by at most 2 (n - 1) u sum|terms|; n = 2M here. AdamW's first update,
+    -lr g / (|g| + eps) beside the decay, grows with g, so it must lie between the updates of the two ends. betas are 0
+    and 0: exp_avg then is the gradient itself.
+    """
+    adam = AdamWHyperparameters(lr=1e-2, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
+    recipe = Recipe(hyperparameters=adam)
+    config = tiny_config("llama", tied=True)
+    steps = make_steps(1, 3)
+    got = train(tmp_path / "store", config, steps, recipe, Engine())
+    expected = train_reference(config, steps, recipe)
+    assert got.losses == expected.losses
+    shared = "model.embed_tokens.weight"
+    for name in got.states.weights.keys() - {shared}:
+        assert torch.equal(got.states.weights[name], expected.states.weights[name]), name
+    size = _sum_of_term_sizes(config, recipe)
+    bound = 2 * 5 * U * size
+    gradient = expected.states.exp_avg[shared].double()
+    assert bool(((got.states.exp_avg[shared] - gradient).abs() <= bound).all())
+
+    def update(value: Tensor) -> Tensor:
+        return -adam.lr * value / (value.abs() + adam.eps)
+
+    moved = got.updates()[shared].double()
+    slack = 8 * U * (got.initial[shared].abs().double() + adam.lr)
+    assert bool((moved <= update(gradient - bound) + slack).all())
+    assert bool((moved >= update(gradient + bound) - slack).all())
+
+
+def _sum_of_term_sizes(config: PreTrainedConfig, recipe: Recipe) -> Tensor:
+    """float64: per element of the tied weight, the sum of the sizes of all micro-batches' gradients of both uses."""
+    config = deepcopy(config)
+    steps = make_steps(1, 3)
+    total = torch.zeros(())
+    for index in range(3):
+        step = [deepcopy(batch) for batch in steps[0]]
+        for other in range(3):
+            if other != index:  # runs, and is counted in the mean, but gives no gradient
+                step[other]["input_ids"] = step[other]["input_ids"]
+        total = total + _terms(config, step, index)
+    return total
+
+
+def _terms(config: PreTrainedConfig, step: list[dict[str, Tensor]], index: int) -> Tensor:
+    model = reference_model(config)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
+    torch.autograd.backward(model(**step[index], num_items_in_batch=items, use_cache=False).loss)
+    first, last = embeddings(model)
+    assert first.grad is not None
+    assert last.grad is not None
+    return first.grad.double().abs() + last.grad.double().abs()

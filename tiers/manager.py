@@ -1,0 +1,453 @@
+"""The residency table: on which tier every item is now, in what state, and in whose hands; counters of what moved.
+
+It decides nothing and moves no bytes: plans decide (`scheduler/plan.py`), handlers move (`scheduler/runtime.py`) and
+report each move here. A move that would lose or misread data raises instead of being noted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from hoist.tiers.errors import ResidencyError
+
+#: Moves that are remembered for error messages, of all items together.
+HISTORY_MOVES = 512
+#: Moves of one item that an error message shows.
+SHOWN_MOVES = 8
+
+
+class Tier(Enum):
+    """Where bytes can be."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class ItemKind(Enum):
+    """Kinds of items. The two numbers of an :class:`Item` say which one."""
+
+    WEIGHTS = "weights"
+    """The compute weights of a stage (first: stage)."""
+    STATES = "states"
+    """Weights and moments of one piece on its way through the optimizer (first: stage, second: piece)."""
+    GRADIENT = "gradient"
+    """The gradients of a stage (first: stage)."""
+    ACTIVATION = "activation"
+    """A boundary activation (first: stage, second: micro-batch); in backward, its gradient."""
+
+    __hash__ = object.__hash__  # identity: Enum's own hashes the name, in Python
+
+
+class State(Enum):
+    """What of an item is resident in a buffer of an upper tier, and who owns that buffer."""
+
+    STORED = "stored"
+    """Nothing is resident; its bytes are on NVMe (weights, states), or in scratch (activations, gradients)."""
+    ABSENT = "absent"
+    """An activation or gradient that does not exist yet, or any more. Nothing is resident."""
+    FILLING = "filling"
+    """The io and copy lanes own the buffer and bring its content from NVMe. Nobody may read it."""
+    CLEAN = "clean"
+    """The buffer holds what NVMe holds; anyone may read it, and another item may take it."""
+    BOUND = "bound"
+    """As CLEAN, but modules compute with it: it may not be taken."""
+    DIRTY = "dirty"
+    """The buffer holds the only, or the newest, copy; the compute or optim lane owns it."""
+    WRITING = "writing"
+    """As DIRTY; the io lane reads it to write it to NVMe, so nobody may change it."""
+
+    __hash__ = object.__hash__
+
+
+class Item(NamedTuple):
+    """Names one item."""
+
+    kind: ItemKind
+    first: int
+    second: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} ({self.first}, {self.second})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residency:
+    """One line of the table: an item that is not simply where it is stored."""
+
+    kind: str
+    first: int
+    second: int
+    tier: str
+    """Highest tier that holds it: the buffer's, or nvme."""
+    state: str
+    num_bytes: int
+    buffer: int
+    """Number of the buffer, counted per kind; -1 if it is in none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindStatistics:
+    """Counters of one kind of items since the manager was made."""
+
+    fills: int
+    """Times that a buffer was filled from NVMe."""
+    filled_bytes: int
+    """Bytes of the items that were brought (in the form they have in the buffer)."""
+    writes: int
+    """Times that a buffer was written to NVMe. For activations and gradients: spills."""
+    written_bytes: int
+    hits: int
+    """Weights: visits of a stage that found its weights resident."""
+    misses: int
+    """Weights: visits for which they had to be read."""
+    evictions: int
+    """Times that another item took the buffer, or that it became out of date."""
+    resident_bytes: int
+    """Bytes of such items in buffers now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManagerStatistics:
+    """A snapshot of the residency table's counters."""
+
+    resident_bytes: Mapping[str, int]
+    """Bytes of items per tier now, by the tier's name; for nvme, those of the items that only NVMe holds."""
+    peak_bytes: Mapping[str, int]
+    """Most bytes that were there at once."""
+    kinds: Mapping[str, KindStatistics]
+    """Counters by the kind's name."""
+    num_moves: int
+    """Moves noted so far."""
+
+
+class _Record:
+    """What is known of one item that is not just stored or absent."""
+
+    __slots__ = ("buffer", "fresh", "num_bytes", "parts", "state")
+
+    def __init__(self) -> None:
+        self.state = State.ABSENT
+        self.num_bytes = 0
+        #: -1 unless it is in a buffer.
+        self.buffer = -1
+        #: Parts that a fill still lacks.
+        self.parts = 0
+        #: It was filled and nobody has used it since: its next use is a miss.
+        self.fresh = False
+
+
+class _Counters:
+    """Mutable counters of one kind."""
+
+    __slots__ = ("evictions", "filled_bytes", "fills", "hits", "misses", "writes", "written_bytes")
+
+    def __init__(self) -> None:
+        self.fills = self.filled_bytes = self.writes = self.written_bytes = 0
+        self.hits = self.misses = self.evictions = 0
+
+
+_RESIDENT = frozenset({State.FILLING, State.CLEAN, State.BOUND, State.DIRTY, State.WRITING})
+#: Kinds whose bytes always are on NVMe too: no record is kept while they are only there.
+_HOMED = frozenset({ItemKind.WEIGHTS, ItemKind.STATES})
+
+
+class Manager:
+    """Keeps the table. Every method may be called from any thread; each is one move, or refused as a whole.
+
+    Buffers are numbered from 0 per kind of item; a buffer holds one item at a time. Methods raise ResidencyError, with
+    the table unchanged and the item's recent moves in the message, on a move that its state does not allow.
+    """
+
+    def __init__(
+        self, *, tiers: Mapping[ItemKind, Tier] | None = None, stored_bytes: int = 0, validate: bool = False
+    ) -> None:
+        """``tiers``: where the buffers of a kind are (default: host). ``stored_bytes``: bytes of the store's arrays.
+
+        ``validate`` re-checks the whole table after every move.
+        """
+        self._tiers = {kind: (tiers or {}).get(kind, Tier.HOST) for kind in ItemKind}
+        self._validate = validate
+        self._lock = threading.Lock()
+        #: Items that are in a buffer or in scratch; those of _HOMED kinds only while they are in a buffer.
+        self._records: dict[Item, _Record] = {}
+        #: Which item each buffer holds.
+        self._holders: dict[ItemKind, dict[int, Item]] = {kind: {} for kind in ItemKind}
+        self._counters = {kind: _Counters() for kind in ItemKind}
+        #: Bytes in buffers, by kind.
+        self._resident = dict.fromkeys(ItemKind, 0)
+        #: Bytes of activations and gradients that are only in scratch.
+        self._scratch_bytes = 0
+        self._stored_bytes = stored_bytes
+        self._peaks = {tier.value: 0 for tier in Tier} | {Tier.NVME.value: stored_bytes}
+        #: Last moves: item, state before, state after, what was asked for.
+        self._history: deque[tuple[Item, State, State, str]] = deque(maxlen=HISTORY_MOVES)
+        self._num_moves = 0
+
+    # ------------------------------------------------------------------ moves
+
+    def fill(self, item: Item, buffer: int, num_bytes: int, *, parts: int = 1) -> None:
+        """STORED (or CLEAN in this very buffer) -> FILLING: it is being brought from NVMe in ``parts`` parts.
+
+        What the buffer held is evicted, so that must be clean. With no part at all the item is CLEAN at once.
+        """
+        with self._lock:
+            record = self._records.get(item)
+            state = self._state(item, record)
+            if state is not State.STORED and not (state is State.CLEAN and record is not None and record.buffer == buffer):
+                raise self._refuse(item, state, "fill")
+            record = self._enter(item, record, buffer, num_bytes, "fill")
+            record.parts, record.fresh = parts, True
+            counters = self._counters[item.kind]
+            counters.fills += 1
+            counters.filled_bytes += num_bytes
+            self._move(item, record, state, State.FILLING if parts else State.CLEAN, "fill")
+
+    def filled(self, item: Item) -> None:
+        """One part of a fill has arrived; with the last, FILLING -> CLEAN."""
+        with self._lock:
+            record = self._require(item, "filled", State.FILLING)
+            record.parts -= 1
+            if not record.parts:
+                self._move(item, record, State.FILLING, State.CLEAN, "filled")
+
+    def create(self, item: Item, buffer: int, num_bytes: int) -> None:
+        """ABSENT -> DIRTY: a computation has made it in a buffer. What that held is evicted, so it must be clean."""
+        with self._lock:
+            record = self._records.get(item)
+            state = self._state(item, record)
+            if record is not None or state is not State.ABSENT:
+                raise self._refuse(item, state, "create")
+            record = self._enter(item, record, buffer, num_bytes, "create")
+            self._move(item, record, state, State.DIRTY, "create")
+
+    def bind(self, item: Item) -> bool:
+        """CLEAN -> BOUND; True if it was resident already (a hit), False if it was filled for this use (a miss)."""
+        with self._lock:
+            record = self._require(item, "bind", State.CLEAN)
+            hit = not record.fresh
+            record.fresh = False
+            if hit:
+                self._counters[item.kind].hits += 1
+            else:
+                self._counters[item.kind].misses += 1
+            self._move(item, record, State.CLEAN, State.BOUND, "bind")
+            return hit
+
+    def unbind(self, item: Item) -> None:
+        """BOUND -> CLEAN."""
+        with self._lock:
+            self._move(item, self._require(item, "unbind", State.BOUND), State.BOUND, State.CLEAN, "unbind")
+
+    def need(self, item: Item, buffer: int) -> None:
+        """No move: it must be readable in ``buffer`` now (CLEAN, BOUND, DIRTY or WRITING)."""
+        with self._lock:
+            record = self._records.get(item)
+            if record is None or record.buffer != buffer or record.state is State.FILLING:
+                raise self._refuse(item, self._state(item, record), f"read from buffer {buffer}")
+
+    def modify(self, item: Item) -> None:
+        """CLEAN or DIRTY -> DIRTY: its buffer has got new content."""
+        with self._lock:
+            record = self._require(item, "modify", State.CLEAN, State.DIRTY)
+            self._move(item, record, record.state, State.DIRTY, "modify")
+
+    def refresh(self, item: Item) -> None:
+        """CLEAN stays CLEAN: the optimizer has put new values into the buffer that go to NVMe as states too."""
+        with self._lock:
+            self._move(item, self._require(item, "refresh", State.CLEAN), State.CLEAN, State.CLEAN, "refresh")
+
+    def expire(self, item: Item) -> None:
+        """What NVMe will hold is newer than the buffer: CLEAN -> STORED. Nothing to do if STORED or FILLING."""
+        with self._lock:
+            record = self._records.get(item)
+            if record is None or record.state is State.FILLING:
+                return
+            self._require(item, "expire", State.CLEAN)
+            self._evict(item, record, "expire")
+            self._check()
+
+    def write(self, item: Item) -> None:
+        """DIRTY -> WRITING: it is being written to NVMe."""
+        with self._lock:
+            record = self._require(item, "write", State.DIRTY)
+            self._move(item, record, State.DIRTY, State.WRITING, "write")
+
+    def written(self, item: Item, num_bytes: int) -> None:
+        """WRITING -> CLEAN, after ``num_bytes`` have been written."""
+        with self._lock:
+            record = self._require(item, "written", State.WRITING)
+            counters = self._counters[item.kind]
+            counters.writes += 1
+            counters.written_bytes += num_bytes
+            self._move(item, record, State.WRITING, State.CLEAN, "written")
+
+    def discard(self, item: Item) -> None:
+        """CLEAN, DIRTY or STORED in scratch -> ABSENT: an activation or gradient that is not needed any more."""
+        with self._lock:
+            record = self._require(item, "discard", State.CLEAN, State.DIRTY, State.STORED)
+            before = record.state
+            self._leave(item, record)
+            del self._records[item]
+            self._move(item, record, before, State.ABSENT, "discard")
+
+    # ------------------------------------------------------------------ questions
+
+    def state(self, item: Item) -> State:
+        """The item's state now."""
+        with self._lock:
+            return self._state(item, self._records.get(item))
+
+    def table(self) -> tuple[Residency, ...]:
+        """Every item that is in a buffer or in scratch; weights and states that are not listed are on NVMe alone."""
+        with self._lock:
+            return tuple(
+                Residency(
+                    kind=item.kind.value,
+                    first=item.first,
+                    second=item.second,
+                    tier=(self._tiers[item.kind] if record.buffer >= 0 else Tier.NVME).value,
+                    state=record.state.value,
+                    num_bytes=record.num_bytes,
+                    buffer=record.buffer,
+                )
+                for item, record in sorted(self._records.items(), key=lambda pair: (pair[0].kind.value, pair[0][1:]))
+            )
+
+    def statistics(self) -> ManagerStatistics:
+        """A snapshot of the counters."""
+        with self._lock:
+            resident = dict.fromkeys((tier.value for tier in Tier), 0)
+            resident[Tier.NVME.value] = self._stored_bytes + self._scratch_bytes
+            for kind, num_bytes in self._resident.items():
+                resident[self._tiers[kind].value] += num_bytes
+            return ManagerStatistics(
+                resident_bytes=resident,
+                peak_bytes=dict(self._peaks),
+                kinds={
+                    kind.value: KindStatistics(
+                        fills=counters.fills,
+                        filled_bytes=counters.filled_bytes,
+                        writes=counters.writes,
+                        written_bytes=counters.written_bytes,
+                        hits=counters.hits,
+                        misses=counters.misses,
+                        evictions=counters.evictions,
+                        resident_bytes=self._resident[kind],
+                    )
+                    for kind, counters in self._counters.items()
+                },
+                num_moves=self._num_moves,
+            )
+
+    # ------------------------------------------------------------------ the lock is held below
+
+    def _state(self, item: Item, record: _Record | None) -> State:
+        if record is not None:
+            return record.state
+        return State.STORED if item.kind in _HOMED else State.ABSENT
+
+    def _require(self, item: Item, asked: str, *allowed: State) -> _Record:
+        record = self._records.get(item)
+        if record is None or record.state not in allowed:
+            raise self._refuse(item, self._state(item, record), asked)
+        return record
+
+    def _enter(self, item: Item, record: _Record | None, buffer: int, num_bytes: int, asked: str) -> _Record:
+        """Give the item the buffer and evict what that held."""
+        holder = self._holders[item.kind].get(buffer)
+        if holder is not None and holder != item:
+            held = self._records[holder]
+            if held.state is not State.CLEAN:
+                raise self._refuse(holder, held.state, f"give buffer {buffer} to {item} ({asked})")
+            self._evict(holder, held, "evict")
+        if record is None:
+            record = self._records[item] = _Record()
+        elif record.buffer < 0:
+            self._scratch_bytes -= record.num_bytes
+        else:
+            self._resident[item.kind] -= record.num_bytes
+        record.buffer, record.num_bytes = buffer, num_bytes
+        self._holders[item.kind][buffer] = item
+        self._resident[item.kind] += num_bytes
+        return record
+
+    def _leave(self, item: Item, record: _Record) -> None:
+        """Take the item out of its buffer, or out of scratch."""
+        if record.buffer < 0:
+            self._scratch_bytes -= record.num_bytes
+            return
+        del self._holders[item.kind][record.buffer]
+        self._resident[item.kind] -= record.num_bytes
+        record.buffer = -1
+
+    def _evict(self, item: Item, record: _Record, asked: str) -> None:
+        """A clean item loses its buffer: NVMe has it."""
+        self._leave(item, record)
+        self._counters[item.kind].evictions += 1
+        self._history.append((item, record.state, State.STORED, asked))
+        self._num_moves += 1
+        record.state = State.STORED
+        if item.kind in _HOMED:
+            del self._records[item]
+        else:
+            self._scratch_bytes += record.num_bytes
+
+    def _move(self, item: Item, record: _Record, before: State, after: State, asked: str) -> None:
+        record.state = after
+        self._history.append((item, before, after, asked))
+        self._num_moves += 1
+        if asked == "fill" or asked == "create":
+            self._note_peaks()
+        self._check()
+
+    def _note_peaks(self) -> None:
+        totals = {Tier.NVME: self._stored_bytes + self._scratch_bytes}
+        for kind, num_bytes in self._resident.items():
+            tier = self._tiers[kind]
+            totals[tier] = totals.get(tier, 0) + num_bytes
+        for tier, total in totals.items():
+            if total > self._peaks[tier._value_]:
+                self._peaks[tier._value_] = total
+
+    def _refuse(self, item: Item, state: State, asked: str) -> ResidencyError:
+        moves = [
+            f"{move}: {before.value} -> {after.value}" for other, before, after, move in self._history if other == item
+        ]
+        recent = "; ".join(moves[-SHOWN_MOVES:]) or "none remembered"
+        return ResidencyError(f"{item} is {state.value}; it cannot {asked}. Its last moves: {recent}")
+
+    def _check(self) -> None:
+        """With ``validate``: the table agrees with itself. Raises ResidencyError naming what does not."""
+        if not self._validate:
+            return
+        resident = dict.fromkeys(ItemKind, 0)
+        scratch = 0
+        for item, record in self._records.items():
+            if (record.buffer >= 0) != (record.state in _RESIDENT):
+                raise ResidencyError(f"{item}: state {record.state.value} does not go with buffer {record.buffer}")
+            if record.buffer >= 0:
+                resident[item.kind] += record.num_bytes
+                if self._holders[item.kind].get(record.buffer) != item:
+                    raise ResidencyError(f"{item}: buffer {record.buffer} has another holder")
+            else:
+                scratch += record.num_bytes
+                if item.kind in _HOMED or record.state is not State.STORED:
+                    raise ResidencyError(f"{item}: kept in the table although it is {record.state.value}")
+            if (record.state is State.FILLING) != (record.parts > 0):
+                raise ResidencyError(f"{item}: {record.parts} parts are missing although it is {record.state.value}")
+        for kind, holders in self._holders.items():
+            for buffer, item in holders.items():
+                if item not in self._records:
+                    raise ResidencyError(f"{kind.value} buffer {buffer}: its holder {item} has no record")
+        if resident != self._resident or scratch != self._scratch_bytes:
+            raise ResidencyError(f"bytes: counted {self._resident} and {self._scratch_bytes}, found {resident} and {scratch}")
