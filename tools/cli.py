@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 from hoist._version import __version__
@@ -49,45 +48,45 @@ def _root(
     epilog="Example:  hoist train --model ./my-llama --data corpus.txt --store /nvme/run --host-memory 4GiB --steps 1000"
 )
 def train(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help="Hugging Face directory, or a preset (tiny, llama2-7b, gpt-65b, ...).")] = "tiny",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face directory, or a preset: tiny, llama2-7b, gpt-65b, ... Default: tiny, as a two-minute job."),
+    ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Token file (.npy, .bin), text file or folder; repeat for more. Default: the standard library's sources."),
+        typer.Option(help="Token file (.npy, .bin), text file or folder; repeat for more. Default with tiny: the standard library."),
     ] = None,
-    store: Annotated[str, typer.Option(help="Directory on the NVMe drive; resumed if it holds a store.")] = "hoist-store",
-    host_memory: Annotated[str, typer.Option(help="Budget for host memory, e.g. 4GiB.")] = "48MiB",
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
-    micro_batch_size: Annotated[int, typer.Option(help="Rows of a micro-batch.")] = 2,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of the whole run, from its first; 0 only makes the store.")] = 100,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    lr_schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise of the learning rate.")] = 0,
-    betas: Annotated[str, typer.Option(help="AdamW's decay rates, comma between them.")] = "0.9,0.95",
-    eps: Annotated[float, typer.Option(help="AdamW's epsilon.")] = 1e-8,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's decoupled weight decay.")] = 0.0,
-    no_decay_norms: Annotated[bool, typer.Option("--no-decay-norms", help="No decay for biases and norms.")] = False,
-    commit_every: Annotated[int, typer.Option(help="Steps between commits.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seeds initial weights, shuffle and dropout.")] = 0,
-    order: Annotated[str, typer.Option(help="Order of the data: sequential or shuffle.")] = "sequential",
-    plan: Annotated[str, typer.Option(help="vertical (layer-major) or horizontal (micro-batch-major, for comparison).")] = "vertical",
-    dtype: Annotated[str, typer.Option(help="Compute dtype: auto or float32.")] = "auto",
+    store: Annotated[str | None, typer.Option(help="Directory on the NVMe drive; resumed if it holds a store. [hoist-store]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Budget for host memory. [4GiB]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row. [1024]")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch. [2]")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step. [16]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the whole run, from its first; 0 only makes the store. [1000]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. [1e-4]")] = None,
+    lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine. [constant]")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear rise of the learning rate. [0]")] = None,
+    betas: Annotated[str | None, typer.Option(help="AdamW's decay rates, a comma between them. [0.9,0.95]")] = None,
+    eps: Annotated[float | None, typer.Option(help="AdamW's epsilon. [1e-8]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's decoupled weight decay. [0]")] = None,
+    no_decay_norms: Annotated[bool | None, typer.Option("--no-decay-norms", help="No decay for biases and norms.")] = None,
+    commit_every: Annotated[int | None, typer.Option(help="Steps between commits. [10]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seeds initial weights, shuffle and dropout. [0]")] = None,
+    order: Annotated[str | None, typer.Option(help="Order of the data: sequential or shuffle. [sequential]")] = None,
+    plan: Annotated[str | None, typer.Option(help="vertical (layer-major) or horizontal (micro-batch-major). [vertical]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Compute dtype: auto or float32. [auto]")] = None,
     dropout: Annotated[float | None, typer.Option(help="Override every dropout probability of the model.")] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    io: Annotated[str, typer.Option(help="I/O engine: auto, direct or kvikio.")] = "auto",
-    max_chunk_elements: Annotated[int, typer.Option(help="Largest chunk of a new store (elements, multiple of 4096); 0: 8 Mi.")] = 0,
-    token_bytes: Annotated[int, typer.Option(help="Width of the ids in .bin files: 2 or 4.")] = 2,
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager. [sdpa]")] = None,
+    io: Annotated[str | None, typer.Option(help="I/O engine: auto, direct or kvikio. [auto]")] = None,
+    max_chunk_elements: Annotated[
+        int | None, typer.Option(help="Largest chunk of a new store, in elements, a multiple of 4096. [8388608]")
+    ] = None,
+    token_bytes: Annotated[int | None, typer.Option(help="Width of the ids in .bin files: 2 or 4. [2]")] = None,
     metrics: Annotated[str | None, typer.Option(help="Append one JSON object a step to this file.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over in an existing store.")] = False,
+    fresh: Annotated[bool | None, typer.Option("--fresh", help="Start over in an existing store.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these options; the command line wins.")] = None,
 ) -> None:
     """Train a model whose states live on NVMe. Without arguments: a small one, on text that is already here."""
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if name != "config" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
+    given = {name: value for name, value in locals().items() if value not in (None, []) and name != "config"}
     _guarded(lambda: _train(given, config))
 
 
@@ -100,7 +99,7 @@ def _train(given: dict[str, Any], config: Path | None) -> int:
         given["betas"] = _betas(given["betas"])
     if "data" in given:
         given["data"] = tuple(given["data"])
-    options = (TrainOptions.from_toml(config) if config is not None else TrainOptions()).override(given)
+    options = TrainOptions.make(config=config, command_line=given)
     with Display(Console()) as display:
         end = run(options, display)
         display.end(end)

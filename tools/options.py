@@ -9,7 +9,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -23,6 +23,22 @@ DataOrder = Literal["sequential", "shuffle"]
 Plan = Literal["vertical", "horizontal"]
 
 
+#: What the options are when no model is named: a small model on text that every machine has, in about two minutes,
+#: with states several times as large as the budget.
+DEFAULT_JOB: Mapping[str, Any] = {
+    "model": "tiny",
+    "host_memory": "32MiB",
+    "seq_len": 128,
+    "micro_batch_size": 2,
+    "micro_batches": 4,
+    "steps": 100,
+    "lr": 1e-3,
+    "lr_schedule": "cosine",
+    "warmup_steps": 10,
+    "order": "shuffle",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """Every option of `hoist train`; a TOML file's keys are these names (dashes or underscores)."""
@@ -33,17 +49,17 @@ class TrainOptions:
     """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
     store: str = "hoist-store"
     """The store's directory: resumed if it is there, made if not."""
-    host_memory: str = "48MiB"
+    host_memory: str = "4GiB"
     """Budget for host memory beyond the baseline of the process."""
-    seq_len: int = 128
+    seq_len: int = 1024
     """Tokens of a row."""
     micro_batch_size: int = 2
     """Rows of a micro-batch."""
-    micro_batches: int = 4
+    micro_batches: int = 16
     """Micro-batches of a step."""
-    steps: int = 100
+    steps: int = 1000
     """Steps of the whole run, counted from its first; 0 makes the store and stops."""
-    lr: float = 1e-3
+    lr: float = 1e-4
     """Peak learning rate."""
     lr_schedule: str = "constant"
     """constant, linear or cosine."""
@@ -104,6 +120,15 @@ class TrainOptions:
         self.trainer_config()
 
     @classmethod
+    def make(cls, *, config: Path | None, command_line: Mapping[str, Any]) -> Self:
+        """Options from a TOML file and, stronger, the command line. If neither names a model: :data:`DEFAULT_JOB`."""
+        options = cls() if config is None else cls.from_toml(config)
+        given = options.given | frozenset(command_line)
+        values = {name: getattr(options, name) for name in options.given} | dict(command_line)
+        defaults = {} if "model" in given else DEFAULT_JOB
+        return cls(**{**defaults, **values}, given=given)
+
+    @classmethod
     def from_toml(cls, path: Path) -> Self:
         """Options from a file. Raises ConfigError for an unreadable file, an unknown key, or a value of another type."""
         try:
@@ -118,10 +143,6 @@ class TrainOptions:
                 raise ConfigError(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
             values[name] = _converted(path, key, value, known[name].type)
         return cls(**values, given=frozenset(values))
-
-    def override(self, values: Mapping[str, Any]) -> Self:
-        """These options with those that a command line set."""
-        return replace(self, **values, given=self.given | frozenset(values))
 
     def host_memory_bytes(self) -> int:
         """The budget. Raises ConfigError if it is not a size."""

@@ -225,7 +225,7 @@ def _data(
 ) -> token_data.TokenSource:
     paths = tuple(Path(path) for path in options.data)
     if not paths:
-        if "model" in options.given and options.model != "tiny":
+        if options.model != "tiny":
             raise ConfigError("--data: nothing given; name .npy or .bin token files, text files or folders of text")
         paths = stdlib_sources()
     tokens = token_data.prepare(
