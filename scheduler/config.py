@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hoist.optim.adamw import AdamWHyperparameters
@@ -25,7 +25,7 @@ class TrainerConfig:
     """Most tokens of a row."""
     num_micro_batches: int
     """Most micro-batches of a step."""
-    optimizer: AdamWHyperparameters = field(default_factory=AdamWHyperparameters)
+    optimizer: AdamWHyperparameters
     """Betas, eps and weight decay. The learning rate is the schedule's."""
     schedule: Schedule
     """Learning rate of every step."""

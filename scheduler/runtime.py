@@ -106,6 +106,11 @@ def _then(done: Done, note: Callable[[], None]) -> Done:
     return finish
 
 
+def _meet(placed: PlacedTensor, piece: Piece) -> bool:
+    """Whether a part of a tensor lies in a piece of its stage."""
+    return placed.offset < piece.stop and piece.start < placed.offset + placed.spec.num_elements
+
+
 class _Join:
     """Calls ``done`` once when ``count`` futures have ended, with the first error."""
 
@@ -173,14 +178,17 @@ class Runtime:
         self._own: list[dict[str, PlacedTensor]] = [
             {placed.spec.name: placed for placed in layout.trainable} for layout in self._layouts
         ]
-        #: Per stage, whose weight buffers hold tensors of it: its own and its borrowers'.
+        #: Per stage and piece, the stages whose weight buffers hold a part of it: its own and borrowers of what lies there.
         self._users = [
             [
-                user
-                for user, own in enumerate(places.stages)
-                if user == stage or any(tensor.owner == stage for tensor in own.borrowed)
+                [
+                    user
+                    for user, own in enumerate(places.stages)
+                    if user == stage or any(tensor.owner == stage and _meet(tensor.placed, piece) for tensor in own.borrowed)
+                ]
+                for piece in pieces
             ]
-            for stage in range(len(places.stages))
+            for stage, pieces in enumerate(self.pieces)
         ]
         self._bound = [places.tensors() for places in places.stages]
         #: Where spilled activations and gradients go: path and byte offset, by key.
@@ -507,7 +515,7 @@ class Runtime:
     def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
         layout = self._layouts[op.stage]
         self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
-        for user in self._users[op.stage]:
+        for user in self._users[op.stage][op.piece]:
             if user not in op.refresh:
                 self._manager.expire(Item(ItemKind.WEIGHTS, user))
         places = self._places.stages[op.stage]

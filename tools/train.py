@@ -36,6 +36,7 @@ from hoist.tools.model_files import load_config, save_model_files
 from hoist.tools.options import TrainOptions
 from hoist.tools.presets import ModelSource, load_model_source
 from hoist.tools.text import stdlib_sources
+from hoist.tools.tokens import TokenSource
 
 #: Where the ids of tokenized text are kept: next to the store, so that several stores can share them.
 CACHE_SUFFIX = ".tokens"
@@ -222,7 +223,7 @@ def _model_source(options: TrainOptions, store: Path | None) -> ModelSource:
 
 def _data(
     options: TrainOptions, source: ModelSource, store: Path, report: Reporter
-) -> token_data.TokenSource:
+) -> TokenSource:
     paths = tuple(Path(path) for path in options.data)
     if not paths:
         if options.model != "tiny":
@@ -246,7 +247,7 @@ def _data(
 
 def _step_data(
     options: TrainOptions,
-    tokens: token_data.TokenSource,
+    tokens: TokenSource,
     sampler: token_data.WindowSampler,
     store: Store,
     report: Reporter,
