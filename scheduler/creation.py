@@ -6,7 +6,7 @@ Where the values come from is the caller's: transformers' initialisation (`stage
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -130,39 +130,58 @@ def _write_stage(
     engine: IoEngine,
     setup: Setup,
 ) -> None:
-    """Split the stage's weights piece by piece and write them; moments stay the zeros of fresh files."""
+    """Split the stage's weights piece by piece and write them; moments stay the zeros of fresh files.
+
+    Nothing is in flight when it returns or raises.
+    """
     pending: dict[int, list[Future[None]]] = {}
-    crc: ChunkChecksum | None = None
-    pieces = layout.pieces(setup.memory.piece_elements)
-    for piece in pieces:
-        number = piece.index % len(slots)
-        for future in pending.pop(number, ()):
-            future.result()
-        slot = slots[number]
-        weight_hi, weight_lo, _, _ = slot.arrays(piece.num_elements)
-        split(weights[piece.start : piece.stop], weight_hi, weight_lo)
-        if crc is None:
-            crc = ChunkChecksum(layout, piece.chunk)
-        futures = []
-        for position, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
-            data = slot.bytes_of(position, piece.num_elements)
-            crc.extend(array, data)
-            place = store.place(layout.index, array, piece, write=True)
-            futures.append(engine.write(place.path, place.offset_bytes, data))
-        pending[number] = futures
-        if piece.index + 1 == len(pieces) or pieces[piece.index + 1].chunk != piece.chunk:
-            for futures in pending.values():
-                for future in futures:
-                    future.result()
-            pending.clear()
-            crc.extend_zeros(StateArray.EXP_AVG)
-            crc.extend_zeros(StateArray.EXP_AVG_SQ)
-            store.note_written(layout.index, piece.chunk, crc.finish())
-            crc = None
+    try:
+        _write_trainable(store, layout, weights, slots, engine, setup, pending)
+    finally:
+        wait([future for futures in pending.values() for future in futures])
     if layout.frozen_bytes:
         place = store.frozen_place(layout.index)
         engine.write(place.path, place.offset_bytes, frozen).result()
         store.note_frozen(layout.index, checksum.extend(0, frozen))
 
 
+def _write_trainable(
+    store: Store,
+    layout: StageLayout,
+    weights: Tensor,
+    slots: list[Any],
+    engine: IoEngine,
+    setup: Setup,
+    pending: dict[int, list[Future[None]]],
+) -> None:
+    """``pending`` holds, by slot, the writes that may still be in flight."""
+    crc: ChunkChecksum | None = None
+    pieces = layout.pieces(setup.memory.piece_elements)
+    for piece in pieces:
+        number = piece.index % len(slots)
+        _finish(pending, number)
+        slot = slots[number]
+        weight_hi, weight_lo, _, _ = slot.arrays(piece.num_elements)
+        split(weights[piece.start : piece.stop], weight_hi, weight_lo)
+        if crc is None:
+            crc = ChunkChecksum(layout, piece.chunk)
+        futures = pending.setdefault(number, [])
+        for position, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
+            data = slot.bytes_of(position, piece.num_elements)
+            crc.extend(array, data)
+            place = store.place(layout.index, array, piece, write=True)
+            futures.append(engine.write(place.path, place.offset_bytes, data))
+        if piece.index + 1 == len(pieces) or pieces[piece.index + 1].chunk != piece.chunk:
+            for other in list(pending):
+                _finish(pending, other)
+            crc.extend_zeros(StateArray.EXP_AVG)
+            crc.extend_zeros(StateArray.EXP_AVG_SQ)
+            store.note_written(layout.index, piece.chunk, crc.finish())
+            crc = None
 
+
+def _finish(pending: dict[int, list[Future[None]]], slot: int) -> None:
+    """Wait for the writes of one slot. Raises the first failure; the others stay in ``pending``."""
+    for future in pending.get(slot, ()):
+        future.result()
+    pending.pop(slot, None)

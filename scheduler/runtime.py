@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, Kind, Op
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, StagedModel
 from hoist.tiers.checksum import ChunkChecksum
+from hoist.tiers.errors import TransferError
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
@@ -106,6 +109,12 @@ def _then(done: Done, note: Callable[[], None]) -> Done:
     return finish
 
 
+def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
+    """What torch is seeded with before a stage sees a micro-batch. Changing this changes every run with dropout."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{stage}/{micro_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def _meet(placed: PlacedTensor, piece: Piece) -> bool:
     """Whether a part of a tensor lies in a piece of its stage."""
     return placed.offset < piece.stop and piece.start < placed.offset + placed.spec.num_elements
@@ -120,8 +129,19 @@ class _Join:
         self._done = done
         self._lock = threading.Lock()
 
-    def part(self, future: object) -> None:
-        error = future.exception()  # type: ignore[attr-defined]  # a concurrent Future of any result
+    def start(self, request: Callable[[], Future[None]]) -> None:
+        """Make one of the requests. Raises nothing: what making it raises ends its part, and the others still count."""
+        try:
+            future = request()
+        except BaseException as error:
+            self._end(error)
+        else:
+            future.add_done_callback(self.part)
+
+    def part(self, future: Future[None]) -> None:
+        self._end(future.exception())
+
+    def _end(self, error: BaseException | None) -> None:
         with self._lock:
             if error is not None and self._error is None:
                 self._error = error
@@ -250,8 +270,30 @@ class Runtime:
         self._run[op.kind](op, self._steps[step])
 
     def start(self, op: Op, step: int, done: Done) -> None:
-        """Begin an I/O op."""
-        self._start[op.kind](op, self._steps[step], done)
+        """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""
+
+        def named(error: BaseException | None) -> None:
+            done(self._failure(op, step, error) if isinstance(error, TransferError) else error)
+
+        self._start[op.kind](op, self._steps[step], named)
+
+    def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
+        stage = self._layouts[op.stage if op.owner < 0 else op.owner]
+        if op.micro_batch >= 0:
+            what = f"activation of micro-batch {op.micro_batch}"
+        elif op.piece >= 0:
+            what = f"chunk {self.pieces[stage.index][op.piece].chunk}"
+        else:
+            what = "frozen tensors" if op.kind is Kind.READ_FROZEN else "gradient"
+        record = self._store.record
+        kept = 0 if record is None else record.step
+        failure = TransferError(
+            f"step {step}, stage {stage.name!r}, {what}: {error}; the store keeps step {kept}: "
+            "when the drive works, run again to go on from there"
+        )
+        failure.errno = error.errno
+        failure.__cause__ = error
+        return failure
 
     # ------------------------------------------------------------------ weights
 
@@ -274,11 +316,12 @@ class Runtime:
         piece = self.pieces[op.owner][op.piece]
         staging = self._places.staging[op.slot]
         num_bytes = 2 * piece.num_elements
-        join = _Join(2, done)
-        for half, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
-            place = self._store.place(op.owner, array, piece, write=False)
+        halves = (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)
+        places = [self._store.place(op.owner, array, piece, write=False) for array in halves]
+        join = _Join(len(places), done)
+        for half, place in enumerate(places):
             target = staging[half * num_bytes : (half + 1) * num_bytes]
-            self._engine.read(place.path, place.offset_bytes, target).add_done_callback(join.part)
+            join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
 
     def _merge(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.owner][op.piece]
@@ -322,9 +365,7 @@ class Runtime:
 
     def _seed_for(self, op: Op, state: StepState) -> None:
         """Dropout masks depend on (seed, step, stage, micro-batch) alone: the same in recomputation, in any order."""
-        text = f"{self._seed}/{state.step}/{op.stage}/{op.micro_batch}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        torch.default_generator.manual_seed(mask_seed(self._seed, state.step, op.stage, op.micro_batch))
 
     def _activation(self, slot: int, shape: Sequence[int]) -> Tensor:
         count = 1
@@ -499,11 +540,11 @@ class Runtime:
         slot = self._places.states[op.slot]
         item = Item(ItemKind.STATES, op.stage, op.piece)
         self._manager.fill(item, op.slot, STATE_BYTES * piece.num_elements)
-        join = _Join(len(StateArray), _then(done, lambda: self._manager.filled(item)))
-        for position, array in enumerate(StateArray):
-            place = self._store.place(op.stage, array, piece, write=False)
+        places = [self._store.place(op.stage, array, piece, write=False) for array in StateArray]
+        join = _Join(len(places), _then(done, lambda: self._manager.filled(item)))
+        for position, place in enumerate(places):
             target = slot.bytes_of(position, piece.num_elements)
-            self._engine.read(place.path, place.offset_bytes, target).add_done_callback(join.part)
+            join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
 
     def _update(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.stage][op.piece]
@@ -574,11 +615,11 @@ class Runtime:
             self._manager.written(item, STATE_BYTES * piece.num_elements)
             self._note_piece(op.stage, piece, state)
 
-        join = _Join(len(StateArray), _then(done, written))
-        for position, array in enumerate(StateArray):
-            place = self._store.place(op.stage, array, piece, write=True)
+        places = [self._store.place(op.stage, array, piece, write=True) for array in StateArray]
+        join = _Join(len(places), _then(done, written))
+        for position, place in enumerate(places):
             source = slot.bytes_of(position, piece.num_elements)
-            self._engine.write(place.path, place.offset_bytes, source).add_done_callback(join.part)
+            join.start(partial(self._engine.write, place.path, place.offset_bytes, source))
 
     def _note_piece(self, stage: int, piece: Piece, state: StepState) -> None:
         key = (stage, piece.chunk)

@@ -88,7 +88,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
     embed.bind(values)
     try:
         tracker = _LiveBytes()
-        with torch.no_grad(), tracker:
+        with private_rng(), torch.no_grad(), tracker:
             hidden, context = embed.forward(batch)
         live = tracker.peak_bytes
     finally:

@@ -22,7 +22,7 @@ from hoist.tiers import allocation, checksum, creation, inventory, opening, veri
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState, Progress
 from hoist.tiers.commit import CommitSequence, CommitStatistics
-from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
+from hoist.tiers.errors import CorruptChunkError, StoreRefusedError, TransferError
 from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
 from hoist.tiers.inventory import BadChunk, StoredChunk
 from hoist.tiers.io.base import IoEngine
@@ -335,7 +335,7 @@ class Store:
         """Make the newest version of every chunk the store's state, durably. Blocks; writes wait meanwhile.
 
         Raises ValueError (``run`` is not JSON, ``step`` goes back) or RuntimeError (a chunk never or half written, a
-        store that cannot be written) with nothing changed. After a TransferError or OSError the drive holds the commit
+        store that cannot be written) with nothing changed. After a TransferError the drive holds the commit
         before or this one, whole, and this object cannot write any more.
         """
         started = time.perf_counter()
@@ -372,6 +372,14 @@ class Store:
                     record=encoded,
                     superseded=None if before is None else before.checksum_file,
                 )
+            except OSError as error:
+                failure = TransferError(
+                    f"{self.directory}: the commit of step {step} failed: {error}; the drive holds that commit or the "
+                    "one before, whole: when the drive works, open the store again"
+                )
+                failure.errno = error.errno
+                self._broken = failure
+                raise failure from error
             except BaseException as error:
                 self._broken = error
                 raise

@@ -1,0 +1,231 @@
+"""A very small training run with everything that can go wrong in it: spilled activations and gradients, frozen tensors,
+several chunks a stage, several pieces a chunk. Runs it in a store under any engine, and says what a store holds.
+
+Engines that do harm are in `engines.py` and `systemcalls.py`; what must hold afterwards is for the tests to say.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedModel
+
+from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.creation import create_store
+from hoist.scheduler.setup import Setup
+from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.direct import DirectEngine
+from hoist.tiers.store import Store
+from tests.support.buffers import open_descriptors
+from tests.support.engines import Fail, RecordedRequest
+from tests.support.training import (
+    Engine,
+    Recipe,
+    Step,
+    from_weights,
+    initial_weights,
+    layouts_of,
+    make_steps,
+    set_up,
+    staged_model,
+)
+
+NUM_STEPS = 3
+VOCAB_SIZE = 1009
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run: the same for every store and engine it is tried in."""
+
+    config: LlamaConfig
+    recipe: Recipe
+    steps: Sequence[Step]
+    staged: StagedModel
+    settings: TrainerConfig
+    setup: Setup
+    weights: Mapping[str, Any]
+    """Initial ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What a store has committed. Equal snapshots: equal bytes of every chunk, whichever slots hold them."""
+
+    step: int
+    adam_steps: Mapping[str, int]
+    checksums: bytes
+    """Of every chunk; they were compared with the chunks when the snapshot was taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """How an undisturbed run goes."""
+
+    store: Path
+    """A store at step 0, to copy."""
+    losses: Sequence[float]
+    """Of each step."""
+    snapshots: Sequence[Snapshot]
+    """At step 0, 1, 2, ..."""
+
+
+def _freeze_something(model: PreTrainedModel) -> None:
+    """A frozen tensor in the embedding and one in a layer, so that there are frozen arrays to read."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("layers.0.mlp.up_proj.weight"):
+            parameter.requires_grad_(False)
+
+
+@cache
+def job(plan: Order, num_micro_batches: int = 3) -> Job:
+    """The job in vertical or horizontal order, on the smallest budget that works."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
+    recipe = Recipe(alter=_freeze_something)
+    steps = make_steps(NUM_STEPS, num_micro_batches, rows=1, tokens=8, vocab_size=VOCAB_SIZE)
+    staged = staged_model(config, recipe)
+    engine = Engine(plan=plan, commit_every=1)
+    settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
+    assert setup.scratch_activation_bytes
+    assert bool(setup.scratch_gradient_bytes) == (plan == "horizontal")
+    assert max(layout.num_chunks for layout in setup.layouts) > 1
+    assert any(layout.frozen_bytes for layout in setup.layouts)
+    return Job(
+        config=config,
+        recipe=recipe,
+        steps=steps,
+        staged=staged,
+        settings=settings,
+        setup=setup,
+        weights=initial_weights(config, recipe),
+    )
+
+
+def create(what: Job, directory: Path, engine: IoEngine) -> None:
+    """Make the job's store, at step 0, and close it."""
+    create_store(
+        directory,
+        model=what.staged,
+        setup=what.setup,
+        engine=engine,
+        source=from_weights(what.weights),
+        attributes={"test": True},
+    ).close()
+
+
+def go_on(
+    what: Job,
+    directory: Path,
+    engine: IoEngine,
+    losses: list[float] | None = None,
+    *,
+    upto: int = NUM_STEPS,
+    trainer_kind: type[Trainer] = Trainer,
+    store_kind: type[Store] = Store,
+    validate: bool = True,
+) -> list[float]:
+    """Open the store, train to the end of step ``upto``, commit. ``losses`` gets each step's as it ends."""
+    losses = [] if losses is None else losses
+    settings = replace(what.settings, validate=validate)
+    with (
+        store_kind.open(directory, engine=engine) as store,
+        trainer_kind(
+            model=what.staged, store=store, engine=engine, config=settings, baseline_bytes=0, setup=what.setup
+        ) as trainer,
+    ):
+        for step in what.steps[trainer.step_number : upto]:
+            losses.append(trainer.step(step).loss)
+        trainer.commit()
+    return losses
+
+
+def snapshot(directory: Path) -> Snapshot:
+    """Open the store as a writer would, re-read everything that is committed, and note it."""
+    with DirectEngine(num_threads=2) as engine, Store.open(directory, engine=engine, check="crc") as store:
+        assert store.record is not None
+        return Snapshot(
+            step=store.record.step,
+            adam_steps=store.record.adam_steps,
+            checksums=(directory / store.record.checksum_file).read_bytes(),
+        )
+
+
+def undisturbed(what: Job, directory: Path) -> Course:
+    """Run the job once, committing and looking after every step."""
+    origin, store = directory / "origin", directory / "undisturbed"
+    losses: list[float] = []
+    snapshots: list[Snapshot] = []
+    with DirectEngine(num_threads=2) as engine:
+        create(what, origin, engine)
+        copy_store(origin, store)
+        snapshots.append(snapshot(store))
+        for number in range(1, NUM_STEPS + 1):
+            go_on(what, store, engine, losses, upto=number)
+            snapshots.append(snapshot(store))
+    assert len({taken.checksums for taken in snapshots}) == NUM_STEPS + 1
+    return Course(store=origin, losses=losses, snapshots=snapshots)
+
+
+def copy_store(source: Path, target: Path) -> Path:
+    """A copy of a closed store."""
+    for parent, _, names in os.walk(source):
+        copied = target / Path(parent).relative_to(source)
+        copied.mkdir()
+        for name in names:
+            (copied / name).write_bytes((Path(parent) / name).read_bytes())
+    return target
+
+
+class Nth:
+    """A rule for FaultyEngine: the ``number``-th request of an operation fails (from 1), or that one and all later.
+
+    ``where``: only requests whose path contains it are counted.
+    """
+
+    def __init__(self, operation: str, number: int, fail: Fail, *, for_good: bool = False, where: str = "") -> None:
+        self._operation = operation
+        self._number = number
+        self._fail = fail
+        self._for_good = for_good
+        self._where = where
+        self._lock = threading.Lock()
+        self._count = 0
+        #: The first request that failed.
+        self.failed: RecordedRequest | None = None
+
+    def __call__(self, request: RecordedRequest) -> Fail | None:
+        if request.operation != self._operation or self._where not in str(request.path):
+            return None
+        with self._lock:
+            self._count += 1
+            if self._count != self._number and not (self._for_good and self._count > self._number):
+                return None
+            self.failed = self.failed or request
+        return self._fail
+
+
+@contextmanager
+def nothing_left_behind(directory: Path) -> Iterator[None]:
+    """Around something that may fail: no thread of it lives on, no file under ``directory`` stays open."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads that live on: {left}"
+    assert open_descriptors(directory) == []

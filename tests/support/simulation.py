@@ -1,0 +1,321 @@
+"""Executes plans on symbolic contents in any order that their dependencies allow, and complains about wrong content.
+
+Every op begins and ends at times of the test's choosing, so that ops without a dependency really overlap: what an op
+writes is torn in between, and what it read must still be the same at its end. Nothing of `executor.py` is used.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hoist.scheduler.link import LinkedPlan, join
+from hoist.scheduler.plan import Buffers, Kind, Op, StageShape
+
+#: What a buffer holds while something is being put into it.
+TORN = "torn"
+#: A name of a place -> what is there.
+Place = tuple[object, ...]
+
+
+class WrongContentError(AssertionError):
+    """An op found something else than what it needs."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """An op between its begin and its end."""
+
+    step: int
+    op: Op
+    reads: dict[Place, object]
+    writes: dict[Place, object]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step of which some ops have not ended."""
+
+    number: int
+    linked: LinkedPlan
+    waiting: list[int]
+    left: int
+    later: dict[int, list[tuple[_Step, int]]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+
+class Simulation:
+    """Steps 0, 1, 2 ...; the weights that step t computes with have version t, its updates make version t + 1."""
+
+    def __init__(self, shapes: Sequence[StageShape], buffers: Buffers, *, seed: int) -> None:
+        self.shapes = shapes
+        self.buffers = buffers
+        self.random = random.Random(seed)
+        #: What is where: buffers, files, scratch.
+        self.content: dict[Place, object] = {}
+        #: Per chunk (stage, chunk): the slot that was written last as a whole, and the one that the commit names.
+        self.newest: dict[tuple[int, int], int] = {}
+        self.committed: dict[tuple[int, int], int] = {}
+        #: Pieces of a chunk that are written but not yet all, by chunk.
+        self.turning: dict[tuple[int, int], set[int]] = {}
+        for stage, shape in enumerate(shapes):
+            for piece, chunk in enumerate(shape.chunks):
+                self.newest[stage, chunk] = self.committed[stage, chunk] = 0
+                self.content["file", stage, piece, 0] = 0
+        #: Ops that have ended, by step and kind and stage.
+        self.counts: Counter[tuple[int, Kind, int]] = Counter()
+        #: Which steps' COMMIT ops really commit.
+        self.commits: Sequence[bool] = ()
+
+    def run(self, plans: Sequence[LinkedPlan], *, commits: Sequence[bool] | None = None) -> None:
+        """Execute consecutive steps in a random order that dependencies allow; at most two steps at once."""
+        self.commits = commits or [True] * len(plans)
+        runnable: list[tuple[_Step, int]] = []
+        running: list[tuple[_Step, int, InFlight]] = []
+        steps: list[_Step] = []
+        upcoming = list(enumerate(plans))
+        while upcoming or steps:
+            if upcoming and len(steps) < 2:
+                runnable += self._enter(steps, *upcoming.pop(0))
+                continue
+            if runnable and (not running or self.random.random() < 0.6):
+                step, index = runnable.pop(self.random.randrange(len(runnable)))
+                running.append((step, index, self.begin(step.linked, step.number, step.linked.plan.ops[index])))
+            elif running:
+                step, index, flight = running.pop(self.random.randrange(len(running)))
+                self.end(flight)
+                runnable += self._release(step, index)
+                steps = [step for step in steps if step.left]
+            else:
+                raise WrongContentError("nothing can run: the plan waits for itself")
+
+    def _enter(self, steps: list[_Step], number: int, linked: LinkedPlan) -> list[tuple[_Step, int]]:
+        step = _Step(number, linked, list(linked.num_dependencies), len(linked.plan.ops))
+        for previous in steps[-1:]:
+            for earlier, later in join(previous.linked, linked):
+                if earlier not in previous.done:
+                    previous.later.setdefault(earlier, []).append((step, later))
+                    step.waiting[later] += 1
+        steps.append(step)
+        return [(step, index) for index, count in enumerate(step.waiting) if not count]
+
+    def _release(self, step: _Step, index: int) -> list[tuple[_Step, int]]:
+        step.left -= 1
+        step.done.add(index)
+        ready = []
+        for other, later in [*((step, later) for later in step.linked.dependents[index]), *step.later.pop(index, ())]:
+            other.waiting[later] -= 1
+            if not other.waiting[later]:
+                ready.append((other, later))
+        return ready
+
+    # ------------------------------------------------------------------ begin and end
+
+    def begin(self, linked: LinkedPlan, step: int, op: Op) -> InFlight:
+        """Begin an op of a step's plan: take note of what it reads and tear what it writes."""
+        flight = InFlight(step, op, {}, {})
+        self._plan_of = linked
+        getattr(self, f"_{op.kind.name.lower()}")(op, step, flight)
+        for place in flight.writes:
+            self.content[place] = TORN
+        return flight
+
+    def end(self, flight: InFlight) -> None:
+        """End an op: what it read must still be there, what it writes is there from now on."""
+        for place, content in flight.reads.items():
+            if place not in flight.writes and self.content.get(place) != content:
+                raise WrongContentError(f"{flight.op}: {place} changed from {content} to {self.content.get(place)} under it")
+        for place in flight.writes:
+            if self.content.get(place) != TORN:
+                raise WrongContentError(f"{flight.op}: another op wrote {place} at the same time")
+        for place, content in flight.writes.items():
+            self.content[place] = content
+        op = flight.op
+        self.counts[flight.step, op.kind, op.stage] += 1
+        if op.kind is Kind.WRITE_STATES:
+            self._turn(op)
+        elif op.kind is Kind.COMMIT and self.commits[flight.step]:
+            self.committed = dict(self.newest)
+
+    def _turn(self, op: Op) -> None:
+        chunks = self.shapes[op.stage].chunks
+        key = op.stage, chunks[op.piece]
+        written = self.turning.setdefault(key, set())
+        written.add(op.piece)
+        if len(written) == chunks.count(key[1]):
+            del self.turning[key]
+            self.newest[key] = 1 - self.committed[key]
+
+    def _see(self, flight: InFlight, place: Place, wanted: object) -> None:
+        """The op reads a place, where this must be."""
+        found = self.content.get(place)
+        if found != wanted:
+            raise WrongContentError(f"step {flight.step}, {flight.op}: {place} holds {found}, not {wanted}")
+        flight.reads[place] = found
+
+    # ------------------------------------------------------------------ weights
+
+    def _parts(self, stage: int) -> list[tuple[int, int]]:
+        shape = self.shapes[stage]
+        return [*((stage, piece) for piece in range(shape.num_pieces)), *shape.borrowed]
+
+    def _acquire(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        if self.content.get(("bound", buffer)) not in (None, False):
+            raise WrongContentError(f"{op}: buffer {buffer} is bound")
+        flight.writes["holder", buffer] = op.stage
+        for place in [place for place in self.content if place[:2] == ("weights", buffer)]:
+            flight.writes[place] = None
+
+    def _read_weights(self, op: Op, step: int, flight: InFlight) -> None:
+        slot = self.newest[op.owner, self.shapes[op.owner].chunks[op.piece]]
+        place = ("file", op.owner, op.piece, slot)
+        version = self.content[place]
+        flight.reads[place] = version
+        flight.writes["staging", op.slot] = (op.owner, op.piece, version)
+
+    def _merge(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        self._see(flight, ("holder", buffer), op.stage)
+        staged = self.content.get(("staging", op.slot))
+        if not isinstance(staged, tuple) or staged[:2] != (op.owner, op.piece):
+            raise WrongContentError(f"{op}: staging slot {op.slot} holds {staged}")
+        flight.reads["staging", op.slot] = staged
+        flight.writes["weights", buffer, op.owner, op.piece] = staged[2]
+
+    def _read_frozen(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        self._see(flight, ("holder", buffer), op.stage)
+        flight.writes["weights", buffer, "frozen"] = op.stage
+
+    def _bind(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        flight.writes["bound", buffer] = op.stage
+        self._see_weights(op, step, flight)
+
+    def _unbind(self, op: Op, step: int, flight: InFlight) -> None:
+        flight.writes["bound", self.buffers.weights[op.stage]] = False
+
+    def _see_weights(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        self._see(flight, ("holder", buffer), op.stage)
+        for owner, piece in self._parts(op.stage):
+            self._see(flight, ("weights", buffer, owner, piece), step)
+        if self.shapes[op.stage].has_frozen:
+            self._see(flight, ("weights", buffer, "frozen"), op.stage)
+
+    # ------------------------------------------------------------------ computation
+
+    def _forward(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
+        self._see_weights(op, step, flight)
+        if op.stage:
+            self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
+        flight.writes["activation", op.output_slot] = ("value", op.stage, op.micro_batch, step)
+
+    def _loss(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
+        self._see_weights(op, step, flight)
+        self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
+        flight.writes["activation", op.slot] = ("gradient", op.stage - 1, op.micro_batch, step)
+        self._accumulate(op, step, flight)
+
+    def _backward(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
+        self._see_weights(op, step, flight)
+        self._see(flight, ("activation", op.output_slot), ("gradient", op.stage, op.micro_batch, step))
+        if op.stage:
+            self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
+            flight.writes["activation", op.slot] = ("gradient", op.stage - 1, op.micro_batch, step)
+        self._accumulate(op, step, flight)
+
+    def _accumulate(self, op: Op, step: int, flight: InFlight) -> None:
+        """Sums grow in the order 0..M-1; the first replaces what was there."""
+        place = ("gradient", self.buffers.gradients[op.stage])
+        if op.micro_batch:
+            self._see(flight, place, ("sum", op.stage, step, op.micro_batch))
+        flight.writes[place] = ("sum", op.stage, step, op.micro_batch + 1)
+        for owner in {owner for owner, _ in self.shapes[op.stage].borrowed}:
+            # Sums of different borrowers go into one loan: the order they come in has to be the plan's.
+            before = self.content.get(("loan", owner), ())
+            if not isinstance(before, tuple):
+                raise WrongContentError(f"{op}: the loan of {owner} is {before}")
+            flight.reads["loan", owner] = before
+            flight.writes["loan", owner] = (*before, (op.stage, step, op.micro_batch))
+
+    # ------------------------------------------------------------------ optimizer
+
+    def _norm(self, op: Op, step: int, flight: InFlight) -> None:
+        place = ("gradient", self.buffers.gradients[op.stage])
+        num_micro_batches = self._plan_of.plan.num_micro_batches
+        self._see(flight, place, ("sum", op.stage, step, num_micro_batches))
+        flight.writes[place] = ("final", op.stage, step)
+        if any(owner == op.stage for shape in self.shapes for owner, _ in shape.borrowed):
+            lent = tuple(
+                (earlier.stage, step, earlier.micro_batch)
+                for earlier in self._plan_of.plan.ops
+                if earlier.kind in (Kind.LOSS, Kind.BACKWARD)
+                and any(owner == op.stage for owner, _ in self.shapes[earlier.stage].borrowed)
+            )
+            self._see(flight, ("loan", op.stage), lent)
+            flight.writes["loan", op.stage] = ()
+
+    def _open_chunk(self, op: Op, step: int, flight: InFlight) -> None:
+        pass
+
+    def _read_states(self, op: Op, step: int, flight: InFlight) -> None:
+        place = ("file", op.stage, op.piece, self.newest[op.stage, self.shapes[op.stage].chunks[op.piece]])
+        self._see(flight, place, step)
+        flight.writes["states", op.slot] = (op.stage, op.piece, step)
+
+    def _update(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("gradient", self.buffers.gradients[op.stage]), ("final", op.stage, step))
+        self._see(flight, ("states", op.slot), (op.stage, op.piece, step))
+        flight.writes["states", op.slot] = (op.stage, op.piece, step + 1)
+        for keeper in op.refresh:
+            buffer = self.buffers.weights[keeper]
+            self._see(flight, ("holder", buffer), keeper)
+            if self.content.get(("bound", buffer)) is not False:
+                raise WrongContentError(f"{op}: {keeper} computes with the weights that it changes")
+            flight.writes["weights", buffer, op.stage, op.piece] = step + 1
+
+    def _write_states(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("states", op.slot), (op.stage, op.piece, step + 1))
+        key = op.stage, self.shapes[op.stage].chunks[op.piece]
+        if op.piece in self.turning.get(key, ()):
+            raise WrongContentError(f"{op}: it is written twice before its chunk has turned")
+        flight.writes["file", op.stage, op.piece, 1 - self.committed[key]] = step + 1
+
+    def _commit(self, op: Op, step: int, flight: InFlight) -> None:
+        if self.turning:
+            raise WrongContentError(f"step {step}, {op}: chunks {sorted(self.turning)} are written in part")
+        for stage, shape in enumerate(self.shapes):
+            for piece, chunk in enumerate(shape.chunks):
+                self._see(flight, ("file", stage, piece, self.newest[stage, chunk]), step)
+
+    # ------------------------------------------------------------------ scratch
+
+    def _copy(self, flight: InFlight, source: Place, target: Place, wanted: tuple[object, ...]) -> None:
+        content = self.content.get(source)
+        if not isinstance(content, tuple) or content[1 : 1 + len(wanted)] != wanted:
+            raise WrongContentError(f"step {flight.step}, {flight.op}: {source} holds {content}")
+        flight.reads[source] = content
+        flight.writes[target] = content
+
+    def _spill_activation(self, op: Op, step: int, flight: InFlight) -> None:
+        scratch = ("scratch", op.stage, op.micro_batch)
+        self._copy(flight, ("activation", op.slot), scratch, (op.stage, op.micro_batch, step))
+
+    def _fetch_activation(self, op: Op, step: int, flight: InFlight) -> None:
+        scratch = ("scratch", op.stage, op.micro_batch)
+        self._copy(flight, scratch, ("activation", op.slot), (op.stage, op.micro_batch, step))
+
+    def _spill_gradient(self, op: Op, step: int, flight: InFlight) -> None:
+        place = ("gradient", self.buffers.gradients[op.stage])
+        self._copy(flight, place, ("scratch gradient", op.stage), (op.stage, step))
+
+    def _fetch_gradient(self, op: Op, step: int, flight: InFlight) -> None:
+        place = ("gradient", self.buffers.gradients[op.stage])
+        self._copy(flight, ("scratch gradient", op.stage), place, (op.stage, step))
