@@ -1,9 +1,11 @@
 """hoist trains language models whose states do not fit in memory: from NVMe, layer by layer, exactly.
 
-This module holds the public names only; see docs/architecture.md for what lies where.
+This module holds the public names only, each loaded when it is first used; docs/architecture.md says what lies where.
 """
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING
 
 from hoist._version import __version__
 
@@ -12,4 +14,53 @@ _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is_file():
     __path__.append(str(_checkout))
 
-__all__ = ["__version__"]
+#: Where each public name is defined. Loading them all takes seconds (torch, transformers), so each waits for its use.
+_HOMES = {
+    "AdamWHyperparameters": "hoist.optim",
+    "HoistError": "hoist.tiers.errors",
+    "Schedule": "hoist.optim",
+    "StepMetrics": "hoist.scheduler.trainer",
+    "Store": "hoist.tiers.store",
+    "Trainer": "hoist.scheduler.trainer",
+    "TrainerConfig": "hoist.scheduler.config",
+    "choose_engine": "hoist.tiers.io",
+    "export_store": "hoist.tools.export",
+    "open_trainer": "hoist.tools.opening",
+}
+
+if TYPE_CHECKING:
+    from hoist.optim import AdamWHyperparameters, Schedule
+    from hoist.scheduler.config import TrainerConfig
+    from hoist.scheduler.trainer import StepMetrics, Trainer
+    from hoist.tiers.errors import HoistError
+    from hoist.tiers.io import choose_engine
+    from hoist.tiers.store import Store
+    from hoist.tools.export import export_store
+    from hoist.tools.opening import open_trainer
+else:
+
+    def __getattr__(name):
+        """Load a public name from its module."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(_import_module(_HOMES[name]), name)
+        return value
+
+    def __dir__():
+        """The public names, loaded or not."""
+        return sorted({*globals(), *_HOMES})
+
+
+__all__ = [
+    "AdamWHyperparameters",
+    "HoistError",
+    "Schedule",
+    "StepMetrics",
+    "Store",
+    "Trainer",
+    "TrainerConfig",
+    "__version__",
+    "choose_engine",
+    "export_store",
+    "open_trainer",
+]

@@ -256,10 +256,17 @@ class Executor:
                 return
             self._io_in_flight += 1
         start = perf_counter()
+        ended = threading.Lock()
+
+        def done(error: BaseException | None) -> None:
+            # An interrupt can hit the caller inside of start(), after the request is on its way: the op ends once.
+            if ended.acquire(blocking=False):
+                self._finish(item, start, error)
+
         try:
-            self._handler.start(run.ops[index], run.step, lambda error: self._finish(item, start, error))
+            self._handler.start(run.ops[index], run.step, done)
         except BaseException as error:  # a lane never swallows: the next call raises it
-            self._finish(item, start, error)
+            done(error)
 
     # ------------------------------------------------------------------ lanes
 

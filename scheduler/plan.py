@@ -449,7 +449,10 @@ class _Builder:
             self.fetch_gradient(index, stage)
         for micro_batch in visit.micro_batches:
             self.compute(visit, micro_batch, weights)
-        self.emit(Kind.UNBIND, writes=(weights,), stage=stage)
+        # The stage's updates, which wait for its gradient, may make weights out of date that nobody keeps: only once
+        # its modules have let go of them.
+        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        self.emit(Kind.UNBIND, writes=(weights,) if visit.phase is Phase.FORWARD else (weights, gradient), stage=stage)
         if visit.phase is not Phase.FORWARD:
             if index == self.final_visit[stage]:
                 self.update(index, stage)

@@ -198,13 +198,13 @@ class Runtime:
         self._own: list[dict[str, PlacedTensor]] = [
             {placed.spec.name: placed for placed in layout.trainable} for layout in self._layouts
         ]
-        #: Per stage and piece, the stages whose weight buffers hold a part of it: its own and borrowers of what lies there.
+        #: Per stage and piece, whose weight buffers hold a part of it: the stage's own and its borrowers'.
         self._users = [
             [
                 [
                     user
                     for user, own in enumerate(places.stages)
-                    if user == stage or any(tensor.owner == stage and _meet(tensor.placed, piece) for tensor in own.borrowed)
+                    if user == stage or any(lent.owner == stage and _meet(lent.placed, piece) for lent in own.borrowed)
                 ]
                 for piece in pieces
             ]

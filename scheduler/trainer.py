@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -66,6 +66,10 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The metrics as a JSON object."""
         return asdict(self)
+
+
+#: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
+RunRecord = Mapping[str, Any] | Callable[[StepMetrics], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +175,11 @@ class Trainer:
         return self._position.step
 
     @property
+    def committed_step(self) -> int:
+        """The last of them that is committed: what a crash now would leave."""
+        return 0 if self._store.record is None else self._store.record.step
+
+    @property
     def memory(self) -> MemoryPlan:
         """How the budget is divided."""
         return self._setup.memory
@@ -193,14 +202,15 @@ class Trainer:
         """When each op ran that ended between the last two returns of :meth:`step`: the timeline of a step."""
         return self._last_spans
 
-    def step(self, micro_batches: Sequence[Batch], *, run: Mapping[str, Any] | None = None) -> StepMetrics:
+    def step(self, micro_batches: Sequence[Batch], *, run: RunRecord | None = None) -> StepMetrics:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
 
         A micro-batch is a mapping with ``input_ids`` and ``labels``, int64 [B, S], and optionally ``attention_mask``
         [B, S]; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
         mean over all counted labels of the step, however they fall into micro-batches.
 
-        ``run`` is JSON that a commit keeps with this step (data position and the like); :attr:`Store.record` returns it.
+        ``run`` is JSON that a commit keeps with this step (data position and the like), or makes it of the step's
+        metrics; :attr:`Store.record` returns it.
 
         Raises ConfigError, with nothing done, on batches that do not fit; TransferError when a drive fails; whatever
         the model raises. After the latter two, only :meth:`close` may be called.
@@ -225,10 +235,12 @@ class Trainer:
             spans = self._executor.run(self._plan(len(micro_batches)), step)
         self._cold = False
         self._forget_finished()
-        self._position = _Position(step=step, adam_steps=state.adam_steps or {}, run=dict(run or {}))
         stopped = time.perf_counter()
         self._last_spans = spans
-        return self._metrics(state, spans, started, stopped)
+        metrics = self._metrics(state, spans, started, stopped)
+        kept = run(metrics) if callable(run) else run or {}
+        self._position = _Position(step=step, adam_steps=state.adam_steps or {}, run=dict(kept))
+        return metrics
 
     def wait(self) -> None:
         """Wait until every update of the steps so far is written (not yet committed). Raises what a lane raised."""

@@ -89,7 +89,7 @@ def check_creatable(directory: Path, *, fresh: bool) -> DirectoryState:
             raise StoreRefusedError(
                 f"{directory}: cannot create the store: {parent} {what}; create it, or name another place"
             )
-        _check_writable(parent)
+        check_writable(parent)
     elif state is DirectoryState.FOREIGN:
         what = "is not empty and holds no hoist store" if directory.is_dir() else "is not a directory"
         raise StoreRefusedError(f"{directory}: {what}; name an empty or a new directory")
@@ -98,11 +98,12 @@ def check_creatable(directory: Path, *, fresh: bool) -> DirectoryState:
             raise StoreRefusedError(
                 f"{directory}: holds a committed store; resume it, or start over in it with --fresh"
             )
-        _check_writable(directory)
+        check_writable(directory)
     return state
 
 
-def _check_writable(directory: Path) -> None:
+def check_writable(directory: Path) -> None:
+    """Raise StoreRefusedError if nothing may be created in an existing directory."""
     if not os.access(directory, os.W_OK | os.X_OK):
         read_only = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
         why = "its file system is mounted read-only" if read_only else "permission denied"

@@ -50,10 +50,7 @@ class StoreLock:
                 return kept
             return -1
         except BlockingIOError as error:
-            raise StoreLockedError(
-                f"{self._path.parent}: {_describe_holder(descriptor)} is writing to this store; "
-                "wait for it to end, or stop it"
-            ) from error
+            raise _locked(self._path, descriptor) from error
         except OSError as error:
             raise StoreRefusedError(f"{self._path}: the file system cannot lock files: {error.strerror}") from error
         finally:
@@ -81,6 +78,28 @@ class StoreLock:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def check_unlocked(path: Path) -> None:
+    """Raise StoreLockedError if some lock on ``path`` is held now. Changes nothing; another may take it right after."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # no such file, or one that only taking the lock can judge
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _locked(path, descriptor) from error
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, descriptor: int) -> StoreLockedError:
+    return StoreLockedError(
+        f"{path.parent}: {_describe_holder(descriptor)} is writing to this store; wait for it to end, or stop it"
+    )
 
 
 def _describe_holder(descriptor: int) -> str:

@@ -28,6 +28,8 @@ class Tier(Enum):
     HOST = "host"
     NVME = "nvme"
 
+    __hash__ = object.__hash__  # identity: Enum's own hashes the name, in Python
+
 
 class ItemKind(Enum):
     """Kinds of items. The two numbers of an :class:`Item` say which one."""
@@ -41,7 +43,7 @@ class ItemKind(Enum):
     ACTIVATION = "activation"
     """A boundary activation (first: stage, second: micro-batch); in backward, its gradient."""
 
-    __hash__ = object.__hash__  # identity: Enum's own hashes the name, in Python
+    __hash__ = object.__hash__
 
 
 class State(Enum):
@@ -185,10 +187,10 @@ class Manager:
         self._counters = {kind: _Counters() for kind in ItemKind}
         #: Bytes in buffers, by kind.
         self._resident = dict.fromkeys(ItemKind, 0)
-        #: Bytes of activations and gradients that are only in scratch.
-        self._scratch_bytes = 0
-        self._stored_bytes = stored_bytes
-        self._peaks = {tier.value: 0 for tier in Tier} | {Tier.NVME.value: stored_bytes}
+        #: Bytes in buffers by tier; for NVME, of what only NVMe holds of activations and gradients, and of the store.
+        self._held = dict.fromkeys(Tier, 0)
+        self._stored_bytes = self._held[Tier.NVME] = stored_bytes
+        self._peaks = dict(self._held)
         #: Last moves: item, state before, state after, what was asked for.
         self._history: deque[tuple[Item, State, State, str]] = deque(maxlen=HISTORY_MOVES)
         self._num_moves = 0
@@ -274,7 +276,8 @@ class Manager:
                 return
             self._require(item, "expire", State.CLEAN)
             self._evict(item, record, "expire")
-            self._check()
+            if self._validate:
+                self._check()
 
     def write(self, item: Item) -> None:
         """DIRTY -> WRITING: it is being written to NVMe."""
@@ -326,13 +329,9 @@ class Manager:
     def statistics(self) -> ManagerStatistics:
         """A snapshot of the counters."""
         with self._lock:
-            resident = dict.fromkeys((tier.value for tier in Tier), 0)
-            resident[Tier.NVME.value] = self._stored_bytes + self._scratch_bytes
-            for kind, num_bytes in self._resident.items():
-                resident[self._tiers[kind].value] += num_bytes
             return ManagerStatistics(
-                resident_bytes=resident,
-                peak_bytes=dict(self._peaks),
+                resident_bytes={tier.value: num_bytes for tier, num_bytes in self._held.items()},
+                peak_bytes={tier.value: num_bytes for tier, num_bytes in self._peaks.items()},
                 kinds={
                     kind.value: KindStatistics(
                         fills=counters.fills,
@@ -368,27 +367,34 @@ class Manager:
         if holder is not None and holder != item:
             held = self._records[holder]
             if held.state is not State.CLEAN:
-                raise self._refuse(holder, held.state, f"give buffer {buffer} to {item} ({asked})")
+                raise self._refuse(holder, held.state, f"{asked} of {item}, which takes its buffer {buffer}")
             self._evict(holder, held, "evict")
         if record is None:
             record = self._records[item] = _Record()
-        elif record.buffer < 0:
-            self._scratch_bytes -= record.num_bytes
         else:
-            self._resident[item.kind] -= record.num_bytes
+            self._count(item.kind, record.buffer, -record.num_bytes)
         record.buffer, record.num_bytes = buffer, num_bytes
         self._holders[item.kind][buffer] = item
-        self._resident[item.kind] += num_bytes
+        self._count(item.kind, buffer, num_bytes)
         return record
+
+    def _count(self, kind: ItemKind, buffer: int, num_bytes: int) -> None:
+        """Bytes that come to, or leave, a buffer (-1: scratch)."""
+        if buffer < 0:
+            tier = Tier.NVME
+        else:
+            tier = self._tiers[kind]
+            self._resident[kind] += num_bytes
+        total = self._held[tier] = self._held[tier] + num_bytes
+        if total > self._peaks[tier]:
+            self._peaks[tier] = total
 
     def _leave(self, item: Item, record: _Record) -> None:
         """Take the item out of its buffer, or out of scratch."""
-        if record.buffer < 0:
-            self._scratch_bytes -= record.num_bytes
-            return
-        del self._holders[item.kind][record.buffer]
-        self._resident[item.kind] -= record.num_bytes
-        record.buffer = -1
+        self._count(item.kind, record.buffer, -record.num_bytes)
+        if record.buffer >= 0:
+            del self._holders[item.kind][record.buffer]
+            record.buffer = -1
 
     def _evict(self, item: Item, record: _Record, asked: str) -> None:
         """A clean item loses its buffer: NVMe has it."""
@@ -400,36 +406,24 @@ class Manager:
         if item.kind in _HOMED:
             del self._records[item]
         else:
-            self._scratch_bytes += record.num_bytes
+            self._count(item.kind, -1, record.num_bytes)
 
     def _move(self, item: Item, record: _Record, before: State, after: State, asked: str) -> None:
         record.state = after
         self._history.append((item, before, after, asked))
         self._num_moves += 1
-        if asked == "fill" or asked == "create":
-            self._note_peaks()
-        self._check()
-
-    def _note_peaks(self) -> None:
-        totals = {Tier.NVME: self._stored_bytes + self._scratch_bytes}
-        for kind, num_bytes in self._resident.items():
-            tier = self._tiers[kind]
-            totals[tier] = totals.get(tier, 0) + num_bytes
-        for tier, total in totals.items():
-            if total > self._peaks[tier._value_]:
-                self._peaks[tier._value_] = total
+        if self._validate:
+            self._check()
 
     def _refuse(self, item: Item, state: State, asked: str) -> ResidencyError:
         moves = [
             f"{move}: {before.value} -> {after.value}" for other, before, after, move in self._history if other == item
         ]
         recent = "; ".join(moves[-SHOWN_MOVES:]) or "none remembered"
-        return ResidencyError(f"{item} is {state.value}; it cannot {asked}. Its last moves: {recent}")
+        return ResidencyError(f"{item} is {state.value}: not allowed: {asked}. Its last moves: {recent}")
 
     def _check(self) -> None:
-        """With ``validate``: the table agrees with itself. Raises ResidencyError naming what does not."""
-        if not self._validate:
-            return
+        """The table agrees with itself. Raises ResidencyError naming what does not."""
         resident = dict.fromkeys(ItemKind, 0)
         scratch = 0
         for item, record in self._records.items():
@@ -449,5 +443,9 @@ class Manager:
             for buffer, item in holders.items():
                 if item not in self._records:
                     raise ResidencyError(f"{kind.value} buffer {buffer}: its holder {item} has no record")
-        if resident != self._resident or scratch != self._scratch_bytes:
-            raise ResidencyError(f"bytes: counted {self._resident} and {self._scratch_bytes}, found {resident} and {scratch}")
+        held = dict.fromkeys(Tier, 0)
+        held[Tier.NVME] = self._stored_bytes + scratch
+        for kind, num_bytes in resident.items():
+            held[self._tiers[kind]] += num_bytes
+        if resident != self._resident or held != self._held:
+            raise ResidencyError(f"bytes: counted {self._resident}, {self._held}; found {resident}, {held}")

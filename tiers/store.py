@@ -139,11 +139,9 @@ class Store:
         files = {chunk.path: chunk.num_bytes for chunk in inventory.all_chunks(directory, layouts)}
 
         def check() -> DirectoryState:
-            state = allocation.check_creatable(directory, fresh=fresh)
-            checksums_bytes = 4 * len(files)  # one file each commit, two for a moment
-            sizes = [*files.values(), *map(len, metadata.values()), checksums_bytes, checksums_bytes]
-            allocation.check_space(directory, sizes, extra_bytes=scratch_bytes)
-            return state
+            return cls.check_creation(
+                directory, layouts=layouts, attributes=attributes, scratch_bytes=scratch_bytes, fresh=fresh
+            )
 
         made_directory = check() is DirectoryState.MISSING and creation.make_directory(directory)
         lock: StoreLock | None = None
@@ -179,6 +177,25 @@ class Store:
             record=None,
             checksums=None,
         )
+
+    @classmethod
+    def check_creation(
+        cls,
+        directory: Path,
+        *,
+        layouts: Sequence[StageLayout],
+        attributes: Mapping[str, Any],
+        scratch_bytes: int = 0,
+        fresh: bool = False,
+    ) -> DirectoryState:
+        """Raise the StoreRefusedError that :meth:`create` would raise, and change nothing. Does not look at the lock."""
+        directory = directory.absolute()
+        state = allocation.check_creatable(directory, fresh=fresh)
+        metadata = store_format.metadata_files(layouts, attributes, store_id=str(uuid.UUID(int=0)))
+        sizes = [chunk.num_bytes for chunk in inventory.all_chunks(directory, layouts)]
+        sizes += [4 * len(sizes)] * 2  # the CRC file: one each commit, two for a moment
+        allocation.check_space(directory, [*sizes, *map(len, metadata.values())], extra_bytes=scratch_bytes)
+        return state
 
     @classmethod
     def open(

@@ -1,6 +1,6 @@
-"""The command line: `hoist train`, `hoist export`, `hoist doctor`. Parses, calls, and turns errors into one line.
+"""The command line: `hoist train`, `hoist export`, `hoist doctor`. Parses and calls; what a run shows is `show.py`'s.
 
-Exit codes: 0 done, 1 failed, 2 refused or bad usage, 128 + N stopped by signal N with the store complete.
+Errors and exit codes are in `exits.py`. Heavy imports wait until a command runs, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +21,14 @@ from hoist._version import __version__
 
 app = typer.Typer(
     name="hoist",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train language models bigger than memory from NVMe, exactly.",
 )
+
+# Panels of `hoist train --help`.
+_WHAT, _RUN, _OPTIMIZER, _MACHINE = "What to train", "The run", "Optimizer", "Machine"
 
 
 def _version(value: bool) -> None:
@@ -34,69 +37,170 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Set up what all commands share."""
+    """Train language models bigger than memory from NVMe, exactly."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command(
-    epilog="Example:  hoist train --model ./my-llama --data corpus.txt --store /nvme/run --host-memory 4GiB --steps 1000"
+    epilog="Examples:  [bold]hoist train[/]  (two minutes, no files needed)  |  "
+    "[bold]hoist train --model gpt2 --data README.md --store gpt2-store --host-memory 2GiB --seq-len 256 "
+    "--micro-batches 2 --steps 20[/]"
 )
 def train(
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face directory, or a preset: tiny, llama2-7b, gpt-65b, ... Default: tiny, as a two-minute job."),
+        typer.Option(
+            metavar="DIR|PRESET", rich_help_panel=_WHAT,
+            help="Hugging Face directory, or a preset: gpt2, llama2-7b, gpt-65b, ... "
+            "Left out: tiny, with settings for a two-minute job instead of the defaults below.",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Token file (.npy, .bin), text file or folder; repeat for more. Default with tiny: the standard library."),
+        typer.Option(
+            metavar="PATH", rich_help_panel=_WHAT,
+            help="Token file (.npy, .bin), text file or folder of text; repeat for more. "
+            "Left out, with tiny: Python's standard library.",
+        ),
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Directory on the NVMe drive; resumed if it holds a store. [hoist-store]")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Budget for host memory. [4GiB]")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row. [1024]")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch. [2]")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step. [16]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the whole run, from its first; 0 only makes the store. [1000]")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate. [1e-4]")] = None,
-    lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine. [constant]")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear rise of the learning rate. [0]")] = None,
-    betas: Annotated[str | None, typer.Option(help="AdamW's decay rates, a comma between them. [0.9,0.95]")] = None,
-    eps: Annotated[float | None, typer.Option(help="AdamW's epsilon. [1e-8]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's decoupled weight decay. [0]")] = None,
-    no_decay_norms: Annotated[bool | None, typer.Option("--no-decay-norms", help="No decay for biases and norms.")] = None,
-    commit_every: Annotated[int | None, typer.Option(help="Steps between commits. [10]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seeds initial weights, shuffle and dropout. [0]")] = None,
-    order: Annotated[str | None, typer.Option(help="Order of the data: sequential or shuffle. [sequential]")] = None,
-    plan: Annotated[str | None, typer.Option(help="vertical (layer-major) or horizontal (micro-batch-major). [vertical]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Compute dtype: auto or float32. [auto]")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Override every dropout probability of the model.")] = None,
-    attention: Annotated[str | None, typer.Option(help="sdpa or eager. [sdpa]")] = None,
-    io: Annotated[str | None, typer.Option(help="I/O engine: auto, direct or kvikio. [auto]")] = None,
+    token_bytes: Annotated[
+        int | None, typer.Option(metavar="2|4", rich_help_panel=_WHAT, help="Bytes of an id in .bin files. Default 2.")
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
+    ] = None,
+    dropout: Annotated[
+        float | None,
+        typer.Option(metavar="P", rich_help_panel=_WHAT, help="Instead of every dropout probability of the model."),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="sdpa (default) or eager.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_RUN,
+            help="Directory on the NVMe drive, made if it is not there, resumed if it holds a store: what is not given "
+            "is then as it was. Default hoist-store.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool | None, typer.Option("--fresh", rich_help_panel=_RUN, help="Start over in an existing store.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Steps of the whole run, counted from its first; 0 only makes the store. Default 1000.",
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Tokens of a row. Default 1024.")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Rows of a micro-batch. Default 2.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
+    ] = None,
+    commit_every: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Steps between commits. Default 10.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", rich_help_panel=_RUN, help="Append one JSON object a step to this file."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_RUN,
+            help="TOML file with these options, like micro-batches = 4; the command line wins.",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="Peak learning rate. Default 1e-4.")
+    ] = None,
+    lr_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_OPTIMIZER, help="constant (default), linear or cosine."),
+    ] = None,
+    warmup_steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel=_OPTIMIZER, help="Steps of linear rise before that. Default 0."),
+    ] = None,
+    betas: Annotated[
+        str | None,
+        typer.Option(metavar="X,X", rich_help_panel=_OPTIMIZER, help="AdamW's decay rates. Default 0.9,0.95."),
+    ] = None,
+    eps: Annotated[
+        float | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="AdamW's epsilon. Default 1e-8.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="AdamW's decoupled weight decay. Default 0."),
+    ] = None,
+    no_decay_norms: Annotated[
+        bool | None,
+        typer.Option(
+            "--no-decay-norms", rich_help_panel=_OPTIMIZER, help="No decay for biases and norms; default: all decay."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="Budget for host memory, on top of what Python and its libraries take. Default 4GiB.",
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE,
+            help="vertical (default: layer by layer) or horizontal (micro-batch by micro-batch, for comparison).",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="Compute type: auto (default) or float32."),
+    ] = None,
+    io: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="I/O engine: auto (default), direct or kvikio."),
+    ] = None,
     max_chunk_elements: Annotated[
-        int | None, typer.Option(help="Largest chunk of a new store, in elements, a multiple of 4096. [8388608]")
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Largest chunk of a new store in elements, a multiple of 4096. Default 8388608.",
+        ),
     ] = None,
-    token_bytes: Annotated[int | None, typer.Option(help="Width of the ids in .bin files: 2 or 4. [2]")] = None,
-    metrics: Annotated[str | None, typer.Option(help="Append one JSON object a step to this file.")] = None,
-    fresh: Annotated[bool | None, typer.Option("--fresh", help="Start over in an existing store.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with these options; the command line wins.")] = None,
-) -> None:
-    """Train a model whose states live on NVMe. Without arguments: a small one, on text that is already here."""
+) -> int:
+    """Train a model whose states live on NVMe. Without options: a small one, on text that is already here."""
     given = {name: value for name, value in locals().items() if value not in (None, []) and name != "config"}
-    _guarded(lambda: _train(given, config))
+    return _train(given, config)
 
 
 def _train(given: dict[str, Any], config: Path | None) -> int:
-    from hoist.tools.options import TrainOptions
+    from hoist.tools.options import TrainOptions, parse_betas
     from hoist.tools.show import Display
     from hoist.tools.train import train as run
 
     if "betas" in given:
-        given["betas"] = _betas(given["betas"])
+        given["betas"] = parse_betas(given["betas"])
     if "data" in given:
         given["data"] = tuple(given["data"])
     options = TrainOptions.make(config=config, command_line=given)
@@ -106,26 +210,20 @@ def _train(given: dict[str, Any], config: Path | None) -> int:
     return 128 + end.signal if end.signal else 0
 
 
-def _betas(text: str) -> tuple[float, float]:
-    from hoist.scheduler.errors import ConfigError
-
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--betas: {text!r} is not two numbers with a comma between them, like 0.9,0.95") from error
-    return first, second
-
-
-@app.command(epilog="Example:  hoist export /nvme/run ./my-model --dtype bfloat16")
+@app.command(epilog="Example:  [bold]hoist export hoist-store hoist-model --dtype bfloat16[/]")
 def export(
     store: Annotated[Path, typer.Argument(help="The store.")],
     directory: Annotated[Path, typer.Argument(help="New directory for the model.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", show_default=False, help="float32 (default), bfloat16 or float16.")
+    ] = "float32",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", show_default=False, help="Largest safetensors file. Default 5GB.")
+    ] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
-) -> None:
+) -> int:
     """Write the committed weights as a Hugging Face directory (safetensors, config, tokenizer)."""
-    _guarded(lambda: _export(store, directory, dtype, max_shard_size, as_json))
+    return _export(store, directory, dtype, max_shard_size, as_json)
 
 
 def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_json: bool) -> int:
@@ -134,23 +232,22 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
     from hoist.tools.export import DTYPES, export_store
     from hoist.tools.show import Display
     from hoist.tools.sizes import parse_bytes, show_bytes
+    from hoist.tools.stop import Stop
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     try:
-        shard_bytes = parse_bytes(max_shard_size)
+        shard_bytes = parse_bytes(max_shard_size, minimum=1)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size: {error}") from error
-    if shard_bytes < 1:
-        raise ConfigError(f"--max-shard-size: {max_shard_size} is too small")
-    with choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+    with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            display.progress("exporting", done, total)
+
         summary = export_store(
-            store,
-            directory,
-            engine=engine,
-            dtype=dtype,
-            max_shard_bytes=shard_bytes,
-            progress=lambda done, total: display.progress("exporting", done, total),
+            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, progress=progress
         )
     if as_json:
         typer.echo(
@@ -168,17 +265,20 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
             f"to {summary.directory}"
         )
+        typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
     return 0
 
 
-@app.command(epilog="Example:  hoist doctor /nvme")
+@app.command(epilog="Example:  [bold]hoist doctor .[/]")
 def doctor(
     directory: Annotated[Path, typer.Argument(help="Directory on the drive that a store would be on.")] = Path(),
-    io: Annotated[str, typer.Option(help="I/O engine: auto, direct or kvikio.")] = "auto",
+    io: Annotated[
+        str, typer.Option(metavar="NAME", show_default=False, help="I/O engine: auto (default), direct or kvikio.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
+) -> int:
     """Say what this machine offers: I/O engine, measured bandwidth of the drive, memory, limits, GPU."""
-    _guarded(lambda: _doctor(directory, io, as_json))
+    return _doctor(directory, io, as_json)
 
 
 def _doctor(directory: Path, io: str, as_json: bool) -> int:
@@ -194,18 +294,11 @@ def _doctor(directory: Path, io: str, as_json: bool) -> int:
     return 0 if diagnosis.healthy else 1
 
 
-def _guarded(work: Any) -> None:
-    """Run a command; an error that hoist raised on purpose becomes one line on stderr and its exit code."""
-    from hoist.optim import HyperparameterError
-    from hoist.tiers.errors import HoistError
+def run(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit code. Errors are told on stderr, one line each."""
+    from hoist.tools.exits import guarded
 
-    try:
-        code = work()
-    except (HoistError, HyperparameterError) as error:
-        print(f"hoist: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from error
-    if code:
-        raise typer.Exit(code)
+    return guarded(lambda: int(app(list(arguments), prog_name="hoist", standalone_mode=False) or 0))
 
 
 def main() -> None:
@@ -214,7 +307,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("ignore", FutureWarning)
-    app()
+    sys.exit(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ function of its number: a resumed run takes exactly the windows that an uninterr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from hoist.tools.errors import DataError
 from hoist.tools.text import ByteTokenizer, TextTokenizer, TokenizedText, find_text_files, tokenize
 from hoist.tools.tokens import (
+    CacheEntries,
     Progress,
     TokenFacts,
     TokenFile,
@@ -60,9 +60,7 @@ def prepare(
     files: list[TokenFile] = []
     facts: list[TokenFacts] = []
     notices: list[str] = []
-    created: list[Path] = []
-    #: Folders of the cache that are not there yet, innermost first.
-    folders = [path for path in (cache_directory, *cache_directory.absolute().parents) if not path.exists()]
+    made = CacheEntries(cache_directory)
     try:
         for source in _merge_text(sources):
             if isinstance(source, TokenFile):
@@ -71,7 +69,7 @@ def prepare(
                 )
                 files.append(source)
                 facts.append(found)
-                created.extend(notes)
+                made.files.extend(notes)
                 continue
             if tokenizer is None and vocab_size < ByteTokenizer.VOCABULARY:
                 raise DataError(
@@ -86,20 +84,16 @@ def prepare(
                 cache_directory=cache_directory,
                 progress=progress,
             )
-            created.extend(text.created)
+            made.files.extend(text.created)
             files.append(text.file)
             facts.append(text.facts)
             notices.extend(_text_notices(text))
-        result = TokenSource(files, facts, notices=notices)
+        result = TokenSource(files, facts, notices=notices, made=made)
         _require_one_step(
             result, paths, seq_len=seq_len, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
         )
     except BaseException:
-        for path in created:
-            path.unlink(missing_ok=True)
-        for folder in folders:
-            with contextlib.suppress(OSError):  # never made, or others keep something there
-                folder.rmdir()
+        made.remove()
         raise
     return result
 

@@ -4,6 +4,10 @@ left.
 The bases, and the errors of the tiers, are in `hoist.tiers.errors`.
 """
 
+from __future__ import annotations
+
+import signal
+
 from hoist.tiers.errors import HoistError, RefusalError
 
 
@@ -31,3 +35,19 @@ class ExportRefusedError(RefusalError, OSError):
 
 class ExportError(HoistError, OSError):
     """An export failed while it was written; nothing of it is left."""
+
+
+class StoppedError(HoistError):
+    """SIGINT or SIGTERM came before there was anything to keep; what was begun is removed again."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before the work was done; nothing of it is left")
+        self.exit_code = 128 + number
+
+
+class MetricsError(HoistError, OSError):
+    """``--metrics`` cannot be written any more; the run has ended after a whole step, which is committed."""
+
+
+class RunFailedError(HoistError, RuntimeError):
+    """A drive failed or the loss is no number any more; the store is at its last commit, which the message names."""

@@ -26,7 +26,7 @@ def save_model_files(source: ModelSource, directory: Path) -> None:
     directory.mkdir()
     if source.directory is not None:
         for path in sorted(source.directory.iterdir()):
-            if path.is_file() and path.suffix in _SUFFIXES and not path.name.endswith(_WEIGHT_INDEX):
+            if _is_small_file(path):
                 shutil.copyfile(path, directory / path.name)
         templates = source.directory / "additional_chat_templates"
         if templates.is_dir():
@@ -43,6 +43,41 @@ def load_config(directory: Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise StoreFormatError(f"{directory / CONFIG_FILE}: cannot be read: {str(error).splitlines()[0]}") from error
     return config
+
+
+def config_difference(config: PreTrainedConfig, stored: PreTrainedConfig) -> str | None:
+    """The first setting in which a config differs from a stored one, as ``name is X, stored Y``; None if none does.
+
+    Which transformers wrote it, from where and in which dtype the weights were is not the model's.
+    """
+    mine, theirs = _settings(config), _settings(stored)
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            return f"{name} is {mine.get(name)!r}, stored {theirs.get(name)!r}"
+    return None
+
+
+_NOT_THE_MODEL = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """All settings, as if the config had been written and read again: then tuples are lists, and keys are strings."""
+    again = type(config).from_dict(json.loads(config.to_json_string(use_diff=False)))
+    settings: dict[str, Any] = json.loads(again.to_json_string(use_diff=False))
+    return {name: value for name, value in settings.items() if name not in _NOT_THE_MODEL}
+
+
+def small_bytes(source: ModelSource) -> int:
+    """Bytes that :func:`save_model_files` may take at most."""
+    if source.directory is None:
+        return 0
+    return sum(path.stat().st_size for path in source.directory.iterdir() if _is_small_file(path))
+
+
+def _is_small_file(path: Path) -> bool:
+    return path.is_file() and path.suffix in _SUFFIXES and not path.name.endswith(_WEIGHT_INDEX)
 
 
 def copy_model_files(directory: Path, target: Path, *, dtype: str) -> None:

@@ -1,30 +1,34 @@
-"""What `hoist train` is told, from the command line and a TOML file, as one frozen record.
+"""What `hoist train` is told, from the command line, a TOML file and the store that is resumed, as one frozen record.
 
-The record is checked as a whole and turned into the scheduler's configuration; nothing is opened here.
+The record is checked as a whole and turned into the scheduler's configuration; nothing is opened here but the file.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
+import os
 import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
 from hoist.optim import SCHEDULE_KINDS, AdamWHyperparameters, HyperparameterError, Schedule
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
+from hoist.tiers.io.choose import ENGINE_KINDS
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
 DataOrder = Literal["sequential", "shuffle"]
 Plan = Literal["vertical", "horizontal"]
 
-
-#: What the options are when no model is named: a small model on text that every machine has, in about two minutes,
-#: with states several times as large as the budget.
+#: What the options are when no model is named: a small model on text that every machine has, in about two minutes, with
+#: states several times as large as the budget.
 DEFAULT_JOB: Mapping[str, Any] = {
     "model": "tiny",
     "host_memory": "32MiB",
@@ -37,11 +41,41 @@ DEFAULT_JOB: Mapping[str, Any] = {
     "warmup_steps": 10,
     "order": "shuffle",
 }
+#: Values that an option may have, where they can be listed.
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "lr_schedule": SCHEDULE_KINDS,
+    "order": get_args(DataOrder),
+    "plan": get_args(Plan),
+    "dtype": ("auto", "float32"),
+    "attention": get_args(Attention),
+    "io": ENGINE_KINDS,
+    "token_bytes": (2, 4),
+}
+#: Smallest whole numbers that an option may be.
+MINIMA: Mapping[str, int] = {
+    "seq_len": 2,  # a label needs a token before it
+    "micro_batch_size": 1,
+    "micro_batches": 1,
+    "steps": 0,
+    "warmup_steps": 0,
+    "commit_every": 1,
+    "seed": 0,
+}
+#: Options that belong to one call of the command, not to the run: the store does not remember them.
+NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "max_chunk_elements", "given"})
+#: Remembered options that do not change what comes out: a resume with others needs no mention.
+WITHOUT_EFFECT = frozenset({"host_memory", "plan", "commit_every", "token_bytes", "dtype"})
+#: What differs in these, others tell: the model's configuration, the data's position.
+TOLD_ELSEWHERE = frozenset({"model", "data", "seq_len", "order"})
+_MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """Every option of `hoist train`; a TOML file's keys are these names (dashes or underscores)."""
+    """Every option of `hoist train`; a TOML file's keys are these names (dashes or underscores).
+
+    Raises ConfigError, one line that names the option, its value and what is allowed.
+    """
 
     model: str = "tiny"
     """A Hugging Face directory or a preset."""
@@ -101,53 +135,71 @@ class TrainOptions:
     """Names of the options that the user set, not left at their defaults."""
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            allowed = _allowed_values(spec.type, type(self))
-            if allowed and value not in allowed:
-                raise ConfigError(f"{flag(spec.name)}: {value!r} is not one of {', '.join(map(str, allowed))}")
-        if self.lr_schedule not in SCHEDULE_KINDS:
-            raise ConfigError(f"--lr-schedule: {self.lr_schedule!r} is not one of {', '.join(SCHEDULE_KINDS)}")
-        if self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"--dtype: {self.dtype!r} is not one of auto, float32 (other types need a GPU)")
-        if self.token_bytes not in (2, 4):
-            raise ConfigError(f"--token-bytes: {self.token_bytes} is not one of 2, 4")
-        if self.steps < 0:
-            raise ConfigError(f"--steps: {self.steps} is negative; 0 makes the store and stops")
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                more = " (others need a GPU)" if name == "dtype" else ""
+                raise ConfigError(f"{flag(name)}: {value!r} is not one of {', '.join(map(str, allowed))}{more}")
+        for name, least in MINIMA.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{flag(name)}: {getattr(self, name)} is not allowed; give at least {least}")
+        if self.seed > _MAX_SEED:
+            raise ConfigError(f"--seed: {self.seed} is not allowed; give 0 to {_MAX_SEED}")
+        if self.max_chunk_elements < 0 or self.max_chunk_elements % CHUNK_QUANTUM_ELEMENTS:
+            raise ConfigError(
+                f"--max-chunk-elements: {self.max_chunk_elements} is not allowed; give a multiple of "
+                f"{CHUNK_QUANTUM_ELEMENTS}, or 0 for the default"
+            )
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"--dropout: {self.dropout} is not a probability from 0 to below 1")
+            raise ConfigError(f"--dropout: {self.dropout} is not allowed; give a probability from 0 to below 1")
+        for name in ("store", "model", "metrics"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
         self.trainer_config()
 
-    @classmethod
-    def make(cls, *, config: Path | None, command_line: Mapping[str, Any]) -> Self:
-        """Options from a TOML file and, stronger, the command line. If neither names a model: :data:`DEFAULT_JOB`."""
-        options = cls() if config is None else cls.from_toml(config)
-        given = options.given | frozenset(command_line)
-        values = {name: getattr(options, name) for name in options.given} | dict(command_line)
-        defaults = {} if "model" in given else DEFAULT_JOB
-        return cls(**{**defaults, **values}, given=given)
+    # --- where they come from -------------------------------------------------------------------------------------
 
     @classmethod
-    def from_toml(cls, path: Path) -> Self:
-        """Options from a file. Raises ConfigError for an unreadable file, an unknown key, or a value of another type."""
-        try:
-            document = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"--config {path}: cannot be read: {error}") from error
-        known = {spec.name: spec for spec in fields(cls) if spec.name != "given"}
-        values: dict[str, Any] = {}
-        for key, value in document.items():
-            name = key.replace("-", "_")
-            if name not in known:
-                raise ConfigError(f"--config {path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
-            values[name] = _converted(path, key, value, known[name].type)
-        return cls(**values, given=frozenset(values))
+    def make(cls, *, config: Path | None, command_line: Mapping[str, Any]) -> Self:
+        """Options from a TOML file and, stronger, the command line. If neither names a model: DEFAULT_JOB."""
+        given = {**({} if config is None else read_toml(config)), **command_line}
+        defaults = {} if "model" in given else DEFAULT_JOB
+        return cls(**{**defaults, **given}, given=frozenset(given))
+
+    def remembered(self) -> dict[str, Any]:
+        """What a store keeps of the options, as JSON: with it a resume needs none of them. Paths become absolute."""
+        values = {name: value for name, value in asdict(self).items() if name not in NOT_REMEMBERED}
+        values["data"] = [os.path.abspath(path) for path in self.data]
+        values["betas"] = list(self.betas)
+        return values
+
+    def resuming(self, remembered: Mapping[str, Any]) -> tuple[Self, tuple[str, ...]]:
+        """These options for a run that goes on: what the user did not give is as it was.
+
+        Also returns what the user gave otherwise and changes the result, as ``--lr 0.001 (was 0.002)``.
+        """
+        known = {spec.name for spec in fields(self)} - NOT_REMEMBERED
+        before = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in remembered.items()
+            if name in known
+        }
+        given = {name: getattr(self, name) for name in self.given | {"store"}}
+        now = type(self)(**{**before, **given}, given=self.given)
+        changed = tuple(
+            f"{flag(name)} {_shown(getattr(now, name))} (was {_shown(value)})"
+            for name, value in before.items()
+            if name not in WITHOUT_EFFECT | TOLD_ELSEWHERE and getattr(now, name) != value
+        )
+        return now, changed
+
+    # --- what they mean -------------------------------------------------------------------------------------------
 
     def host_memory_bytes(self) -> int:
         """The budget. Raises ConfigError if it is not a size."""
         try:
-            return parse_bytes(self.host_memory)
+            return parse_bytes(self.host_memory, minimum=1)
         except ValueError as error:
             raise ConfigError(f"--host-memory: {error}") from error
 
@@ -173,8 +225,9 @@ class TrainOptions:
                 seed=self.seed,
                 commit_every=self.commit_every,
             )
-        except HyperparameterError as error:
-            raise ConfigError(str(error)) from error
+        except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."
+            name = str(error).split()[0].partition("[")[0]
+            raise ConfigError(f"{flag(name)}: {error}") from error
 
 
 def flag(name: str) -> str:
@@ -182,23 +235,80 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _allowed_values(annotation: Any, owner: type) -> tuple[Any, ...]:
-    hint = typing.get_type_hints(owner).get("", None) if annotation is None else annotation
-    resolved = globals().get(hint, hint) if isinstance(hint, str) else hint
-    return get_args(resolved) if typing.get_origin(resolved) is Literal else ()
+def parse_betas(text: str) -> tuple[float, float]:
+    """``0.9,0.95`` as two numbers. Raises ConfigError."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--betas: {text!r} is not two numbers with a comma between them, like 0.9,0.95") from error
+    return first, second
 
 
-def _converted(path: Path, key: str, value: Any, annotation: Any) -> Any:
-    """A TOML value as its option's type: lists become tuples, whole numbers serve as floats."""
-    hint = typing.get_type_hints(TrainOptions)[key.replace("-", "_")]
-    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# --- TOML -----------------------------------------------------------------------------------------------------------
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Option values from a file. Raises ConfigError for an unreadable file, an unknown key, or a value of another type."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; give a TOML file that you may read") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: is not TOML ({error}); write lines like steps = 100") from error
+    hints = {name: hint for name, hint in typing.get_type_hints(TrainOptions).items() if name != "given"}
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"--config {path}: unknown key {key!r}{hint}; known are {', '.join(sorted(hints))}")
+        if name in values:
+            raise ConfigError(f"--config {path}: {name} is there twice, with a dash and an underscore; keep one")
+        try:
+            values[name] = _converted(name, value, hints[name])
+        except TypeError as error:
+            raise ConfigError(f"--config {path}: {key} is {value!r}; it must be {error}") from None
+    return values
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """A TOML value as its option's type: lists become tuples, whole numbers serve as floats.
+
+    Raises TypeError that says what the value must be.
+    """
+    if name == "betas" and isinstance(value, str):
+        return parse_betas(value)
+    if name == "data" and isinstance(value, str):
+        return (value,)
+    options = [option for option in get_args(hint) if option is not types.NoneType]
+    expected = options[0] if isinstance(hint, types.UnionType) else hint
+    if get_origin(expected) is Literal:
+        expected = str
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if expected is float:
+        if is_number and math.isfinite(value):
             return float(value)
-        if typing.get_origin(option) is tuple and isinstance(value, (list, str)):
-            return (value,) if isinstance(value, str) else tuple(value)
-        if typing.get_origin(option) is Literal and isinstance(value, str):
-            return value
-        if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
-            return value
-    raise ConfigError(f"--config {path}: {key} is {value!r}, which is not a {getattr(hint, '__name__', hint)}")
+        raise TypeError("a finite number")
+    if get_origin(expected) is tuple:
+        item = get_args(expected)[0]
+        if isinstance(value, list) and all(_converts(item, entry) for entry in value):
+            return tuple(item(entry) for entry in value)
+        raise TypeError(f"a list of {_PLURALS[item]}")
+    if isinstance(value, expected) and (expected is not int or is_number):
+        return value
+    raise TypeError(_NAMES[expected])
+
+
+def _converts(kind: type, value: Any) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+_NAMES = {int: "a whole number", bool: "true or false", str: "a string"}
+_PLURALS = {float: "numbers", str: "strings"}

@@ -1,20 +1,29 @@
-"""How runs look on a terminal, and in a log: progress, the plan, steps, the end. All printing of `hoist train` is here."""
+"""How runs look on a terminal, and in a log: progress, the plan, steps, the end. All printing of `hoist train` is here.
+
+What is told comes as the records of `report.py`. A line fits 80 columns where its content allows; in a log none is cut.
+"""
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.report import RunEnd, RunStart, promised_bytes
 from hoist.tools.sizes import show_bytes
-from hoist.tools.train import RunEnd, RunStart
 
 #: In a log, at most one line in so many seconds, besides the first and the last step.
 LOG_SECONDS = 5.0
+#: On a terminal, the columns' names again after so many steps.
+HEADING_STEPS = 40
 STATE_BYTES = 12
+_LABEL_WIDTH = 9
+#: Steps whose mean speed tells how long the rest will take: not the first, which also warms up.
+_SPEED_STEPS = 20
 
 
 class Display:
@@ -26,8 +35,8 @@ class Display:
         self._task: TaskID | None = None
         self._what = ""
         self._shown_at = 0.0
-        self._seconds = 0.0
         self._steps = 0
+        self._recent_seconds: list[float] = []
 
     def __enter__(self) -> Display:
         return self
@@ -38,7 +47,7 @@ class Display:
     def notice(self, text: str) -> None:
         """One line that the user should see."""
         self._stop_bar()
-        self._console.print(text, style="yellow", markup=False, highlight=False)
+        self._field("note", text)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """How far a long preparation is: a bar on a terminal, nothing in a log."""
@@ -62,61 +71,126 @@ class Display:
         self._bar, self._task, self._what = None, None, ""
 
     def plan(self, start: RunStart) -> None:
-        """What is about to run: model, store, and how the budget is divided."""
+        """What is about to run: model, data, store, and how the budget is divided."""
         self._stop_bar()
         states = STATE_BYTES * start.num_parameters
-        self._line(
-            f"model    {start.num_parameters:,} parameters in {len(start.setup.layouts)} stages; "
-            f"weights and optimizer states {show_bytes(states)}"
+        self._field(
+            "model",
+            f"{start.model}: {start.num_parameters:,} parameters in {len(start.setup.layouts)} stages; "
+            f"weights and Adam moments are {show_bytes(states)}",
         )
-        where = f"resumed at step {start.resumed_at}" if start.resumed_at else "new"
-        self._line(f"store    {start.store} ({where})")
-        self._line(f"i/o      {start.engine}")
-        ratio = states / start.budget_bytes
-        self._line(
-            f"memory   host budget {show_bytes(start.budget_bytes)}: the states are {ratio:.1f} times as large; "
-            f"{show_bytes(start.setup.memory.need_bytes)} planned"
+        self._field(
+            "data",
+            f"{start.num_tokens:,} tokens, {start.num_windows:,} rows; a step takes {start.windows_per_step}, "
+            f"so {start.num_windows / start.windows_per_step:,.1f} steps are one epoch",
         )
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 9))
-        for label, num_bytes in start.setup.memory.parts():
-            if num_bytes:
-                table.add_row(label, f"{show_bytes(num_bytes):>10}")
-        self._console.print(table)
+        where = f"resumed at step {start.step}" if start.resumed else "new"
+        self._field("store", f"{start.store} ({where})")
+        self._field("i/o", start.engine)
+        budget = start.budget_bytes
+        ratio = states / budget
+        times = f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+        self._field(
+            "memory",
+            f"budget {show_bytes(budget)}; the states are {times} as large. The process may hold "
+            f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the {show_bytes(start.baseline_bytes)} "
+            "of Python and its libraries",
+        )
+        parts = [f"{label} {show_bytes(num_bytes)}" for label, num_bytes in start.setup.memory.parts() if num_bytes]
+        self._field("", f"planned {show_bytes(start.setup.memory.need_bytes)}: {', '.join(parts)}")
+        self._line("")
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
-        """A step: one line, on a terminal each, in a log every few seconds."""
+        """A step: one row, on a terminal each, in a log every few seconds."""
         self._stop_bar()
-        self._seconds += metrics.seconds
+        self._recent_seconds = [*self._recent_seconds[1 - _SPEED_STEPS :], metrics.seconds]
+        if self._steps == 1:
+            del self._recent_seconds[0]
         self._steps += 1
         now = time.monotonic()
         last = metrics.step == start.steps
-        if not self._console.is_terminal and self._steps > 1 and not last and now - self._shown_at < LOG_SECONDS:
+        first = self._steps == 1
+        if not self._console.is_terminal and not first and not last and now - self._shown_at < LOG_SECONDS:
             return
         self._shown_at = now
-        remaining = (start.steps - metrics.step) * self._seconds / self._steps
+        width = max(9, 2 * len(str(start.steps)) + 1)
+        if first or (self._console.is_terminal and self._steps % HEADING_STEPS == 1):
+            self._line(_row(width, "step", "loss", "norm", "lr", "tokens/s", "read", "written", "host peak", "left"))
+        remaining = (start.steps - metrics.step) * sum(self._recent_seconds) / len(self._recent_seconds)
         self._line(
-            f"step {metrics.step:>{len(str(start.steps))}}/{start.steps}  loss {metrics.loss:.4f}  "
-            f"norm {metrics.grad_norm:.3g}  lr {metrics.lr:.2e}  {metrics.tokens / metrics.seconds:,.0f} tok/s  "
-            f"nvme {show_bytes(metrics.nvme_read_bytes)} read {show_bytes(metrics.nvme_written_bytes)} written  "
-            f"host peak {show_bytes(metrics.host_peak_bytes)}  {_clock(remaining)} left"
+            _row(
+                width,
+                f"{metrics.step}/{start.steps}",
+                f"{metrics.loss:.4f}",
+                f"{metrics.grad_norm:.3g}",
+                f"{metrics.lr:.1e}",
+                f"{metrics.tokens / metrics.seconds:,.0f}",
+                show_bytes(metrics.nvme_read_bytes),
+                show_bytes(metrics.nvme_written_bytes),
+                show_bytes(metrics.host_peak_bytes),
+                _clock(remaining),
+            )
         )
 
     def end(self, end: RunEnd) -> None:
         """How it ended, and what to run next."""
         self._stop_bar()
-        if end.signal:
-            self._line(f"stopped on request after step {end.step} of {end.steps}; everything is committed")
-            self._line(f"continue: hoist train --store {end.store} --steps {end.steps}")
-            return
-        if end.last is None:
-            self._line(f"the store is at step {end.step}; nothing to do (--steps {end.steps})")
+        store = shlex.quote(end.store)
+        if end.num_steps:
+            self._line("")
+        self._field("stopped" if end.signal else "done", _outcome(end))
+        if end.last is not None:
+            self._results(end, end.last)
+        if end.step < end.steps:
+            self._field("go on", f"hoist train --store {store}", command=True)
         else:
-            self._line(f"done: step {end.step} of {end.steps} in {_clock(end.seconds)}, committed to {end.store}")
-        self._line(f"export:  hoist export {end.store} MODEL_DIRECTORY")
-        self._line(f"go on:   hoist train --store {end.store} --steps {2 * max(end.steps, 1)}")
+            more = 2 * end.steps if end.steps else 100
+            self._field("go on", f"hoist train --store {store} --steps {more}", command=True)
+        self._field("export", f"hoist export {store} {shlex.quote(end.store.rstrip('/') + '-model')}", command=True)
+
+    def _results(self, end: RunEnd, last: StepMetrics) -> None:
+        first = end.totals.first_loss
+        if first is not None and end.step > 1:
+            self._field("loss", f"{first:.4f} at step 1, {last.loss:.4f} at step {last.step}")
+        self._field(
+            "nvme",
+            f"{show_bytes(end.totals.nvme_read_bytes)} read and {show_bytes(end.totals.nvme_written_bytes)} written "
+            "since the store was made",
+        )
+        promise = promised_bytes(end.budget_bytes)
+        verdict = "within" if last.host_peak_bytes <= promise else "MORE THAN"
+        self._field(
+            "memory", f"host peak {show_bytes(last.host_peak_bytes)}, {verdict} the promised {show_bytes(promise)}"
+        )
+
+    def _field(self, label: str, text: str, *, command: bool = False) -> None:
+        """A label and what there is to say; on a terminal wrapped under itself, but never a command to be pasted."""
+        lines = [text]
+        if self._console.is_terminal and not command:
+            lines = textwrap.wrap(
+                text, max(20, self._console.width - _LABEL_WIDTH), break_long_words=False, break_on_hyphens=False
+            )
+        for number, line in enumerate(lines):
+            self._line(f"{'' if number else label:<{_LABEL_WIDTH}}{line}".rstrip())
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome(end: RunEnd) -> str:
+    if end.signal:
+        return f"on request after step {end.step} of {end.steps}; everything is committed"
+    if end.num_steps:
+        steps = "1 step" if end.num_steps == 1 else f"{end.num_steps} steps"
+        return f"{steps} in {_clock(end.seconds)}; step {end.step} of {end.steps} is committed"
+    if end.created:
+        return "the store is made and holds the initial weights, step 0"
+    return f"already: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
+
+
+def _row(step_width: int, *cells: str) -> str:
+    widths = (step_width, 8, 7, 7, 8, 9, 9, 9, 7)
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _clock(seconds: float) -> str:

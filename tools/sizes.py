@@ -1,8 +1,9 @@
-"""Byte sizes as people write them: ``4GiB``, ``512MiB``, ``1.5GB``, ``65536``."""
+"""Byte sizes as people write them: ``4GiB``, ``512MiB``, ``1.5GB``, ``65536``; and as they are shown."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {
     "": 1, "b": 1,
@@ -10,23 +11,31 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes that ``text`` means. GB is 10^9, GiB and G are 2^30. Raises ValueError with what is allowed."""
+def parse_bytes(text: str, *, minimum: int = 0) -> int:
+    """Bytes that ``text`` means, exactly (rounded down). GB is 10^9, GiB and G are 2^30.
+
+    Raises ValueError with what is allowed, also for less than ``minimum`` bytes.
+    """
     match = _PATTERN.fullmatch(text)
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write for instance 4GiB, 512MiB or 1.5GB")
-    return int(float(match.group(1)) * unit)
+    number = match.group(1)
+    num_bytes = int(Fraction(number if number[0] != "." else f"0{number}") * unit)
+    if num_bytes < minimum:
+        raise ValueError(f"{text!r} is too small; give at least {minimum} bytes, for instance 4GiB")
+    return num_bytes
 
 
 def show_bytes(num_bytes: float) -> str:
-    """``num_bytes`` in binary units, three significant digits or so."""
-    size = float(num_bytes)
+    """``num_bytes`` in binary units, with one decimal (two for TiB)."""
+    amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+        # what rounds to 1024 is shown in the next unit
+        if abs(amount) < (1023.5 if unit == "B" else 1023.95):
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"

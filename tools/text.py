@@ -245,8 +245,12 @@ def tokenize(
         for path, (_, size, _) in zip(files, listing, strict=True):
             before = writer.num_tokens
             facts = _TextFacts()
+            read = 0
             for block in text_blocks(path, facts):
                 writer.append(_checked(tokenizer.encode(block), path, writer.num_tokens - before, vocab_size))
+                read += len(block)  # characters: at most the bytes
+                if progress is not None and read < size:
+                    progress(done_bytes + read, total_bytes)
             separator = tokenizer.separator() if writer.num_tokens > before else None
             if separator is not None:
                 end = np.asarray([separator], dtype=np.int64)

@@ -6,6 +6,7 @@ pages that were read are dropped from the cache again, so that data of any size 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -120,11 +121,39 @@ def open_bin(path: Path, *, token_bytes: int) -> TokenFile:
     )
 
 
+class CacheEntries:
+    """What one preparation of data puts into the cache, so that it can be taken back."""
+
+    def __init__(self, directory: Path) -> None:
+        """Notes which folders are not there yet; changes nothing."""
+        #: Files that were made, to be filled in by whoever makes them.
+        self.files: list[Path] = []
+        #: Innermost first.
+        self._folders = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
+
+    def remove(self) -> None:
+        """Remove the files, and the folders that only they needed. Idempotent."""
+        for path in self.files:
+            path.unlink(missing_ok=True)
+        for folder in self._folders:
+            with contextlib.suppress(OSError):  # never made, or others keep something there
+                folder.rmdir()
+
+
 class TokenSource:
     """One long sequence of token ids, made of token files laid end to end. Holds no open file; safe to use from
     threads."""
 
-    def __init__(self, files: Sequence[TokenFile], facts: Sequence[TokenFacts], *, notices: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        facts: Sequence[TokenFacts],
+        *,
+        notices: Sequence[str] = (),
+        made: CacheEntries | None = None,
+    ) -> None:
+        #: What its preparation put into the cache; for a caller that gives up before it has used it.
+        self.made = made
         #: The files in the order in which their ids are numbered; at least one.
         self.files = tuple(files)
         #: What preparation has to tell people, one line each.

@@ -1,265 +1,263 @@
 """`hoist train`: from options to a trained store. Opens or creates the store, feeds it steps, commits, reports.
 
-Options are in `options.py`, the engine in `hoist.scheduler`. Everything that can be refused is refused before a byte of
-the store is changed.
+Everything that can be refused is refused before anything is created: place, lock, metrics file, model, budget, space
+and weights first, data last. Options are in `options.py`, what is told in `report.py`, the engine in `hoist.scheduler`.
 """
 
 from __future__ import annotations
 
-import json
-import signal
+import math
+import os
+import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Protocol
+from typing import Any
 
-from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import StepMetrics, Trainer
-from hoist.tiers.allocation import DirectoryState, directory_state
-from hoist.tiers.errors import StoreRefusedError
+from hoist.tiers import allocation
+from hoist.tiers.allocation import DirectoryState
+from hoist.tiers.errors import RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
-from hoist.tiers.format import MODEL_DIRECTORY
+from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, CommitRecord
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
-from hoist.tiers.layout import MAX_CHUNK_ELEMENTS
+from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
+from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
+from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.import_weights import checkpoint_weights
-from hoist.tools.model_files import load_config, save_model_files
+from hoist.tools.metrics_file import MetricsFile, check_metrics_path
+from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
 from hoist.tools.options import TrainOptions
 from hoist.tools.presets import ModelSource, load_model_source
+from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
+from hoist.tools.stop import Stop
 from hoist.tools.text import stdlib_sources
 from hoist.tools.tokens import TokenSource
 
-#: Where the ids of tokenized text are kept: next to the store, so that several stores can share them.
+#: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
 
 
-class Reporter(Protocol):
-    """What a run tells while it goes on; `cli.py` shows it."""
-
-    def notice(self, text: str) -> None:
-        """One line that the user should see."""
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        """How far a long preparation is."""
-
-    def plan(self, start: RunStart) -> None:
-        """What is about to run."""
-
-    def step(self, metrics: StepMetrics, start: RunStart) -> None:
-        """A step has ended."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStart:
-    """What is known before the first step."""
+class _Prepared:
+    """A run that was not refused. Nothing is created yet."""
 
-    store: Path
-    resumed_at: int
-    """Steps that the store already carries."""
-    steps: int
-    """Steps of the whole run."""
+    options: TrainOptions
+    directory: Path
+    """The store, absolute."""
+    found: CommitRecord | None
+    """The commit that the run goes on from; None for a new store."""
+    source: ModelSource
+    model: StagedModel
+    layouts: tuple[StageLayout, ...]
     setup: Setup
-    num_parameters: int
-    budget_bytes: int
-    engine: str
-    """The I/O engine's description of itself."""
+    weights: Source
+    """Of a new store."""
+    baseline_bytes: int
 
+    @property
+    def step(self) -> int:
+        """Steps that are behind the run."""
+        return 0 if self.found is None else self.found.step
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """How a run ended."""
-
-    store: Path
-    step: int
-    """Steps that the store now carries, committed."""
-    steps: int
-    signal: int
-    """Signal that ended it early; 0 if none did."""
-    seconds: float
-    last: StepMetrics | None
-
-
-class Stop:
-    """Notes the first SIGINT or SIGTERM, for the loop to end after its step; a second one has its usual effect."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        for other in self._before:
-            signal.signal(other, signal.SIG_DFL)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    @property
+    def totals(self) -> Totals:
+        """What earlier calls have done."""
+        return Totals() if self.found is None else Totals.from_json(self.found.run.get("totals", {}))
 
 
 def train(options: TrainOptions, report: Reporter) -> RunEnd:
     """Run training as told. Raises HoistError with one line; the store is then at its last commit, or as before."""
     with ExitStack() as cleanup:
         stop = cleanup.enter_context(Stop())
-        directory = Path(options.store).absolute()
-        state = _check_directory(directory, options)
-        resume = state is DirectoryState.COMMITTED and not options.fresh
-        engine = cleanup.enter_context(choose_engine(options.io))
+        with choose_engine(options.io) as engine:
+            run = _prepare(options, engine, report, stop)
+            options = run.options
+            if run.found is not None and run.step >= options.steps:
+                return _end(run, stop, step=run.step)
+            tokens = _data(run, report, stop)
+            store = cleanup.enter_context(_store(run, engine, tokens, report, stop))
+            if tokens is None:
+                return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
+            data = _step_data(run, tokens, report)
+            start = _start(run, engine, tokens)
+            report.plan(start)
+            metrics_file = None
+            if options.metrics is not None:
+                metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
+            with Trainer(
+                model=run.model,
+                store=store,
+                engine=engine,
+                config=options.trainer_config(),
+                baseline_bytes=run.baseline_bytes,
+                setup=run.setup,
+            ) as trainer:
+                return _loop(run, trainer, data, start, engine, stop, report, metrics_file)
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: Stop) -> _Prepared:
+    """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing."""
+    directory = Path(os.path.abspath(options.store))
+    with _named("--store", directory):
+        resume = _check_place(directory, options)
+        if options.metrics is not None:
+            check_metrics_path(Path(options.metrics))
+        found: CommitRecord | None = None
+        layouts: tuple[StageLayout, ...] = ()
+        if resume:
+            # Read-only, so that whatever is refused later leaves the store as it was.
+            with Store.open(directory, engine=engine, writable=False) as store:
+                found, layouts = store.record, store.layouts
+            assert found is not None
+            options, changed = options.resuming(found.run.get("options", {}))
+            if changed:
+                report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
         model = split(build_model(source.config, attention=options.attention, dropout=options.dropout))
-        baseline_bytes = warm_up()
-        config = options.trainer_config()
-        if resume:
-            store = cleanup.enter_context(Store.open(directory, engine=engine))
-            layouts = store.layouts
-        else:
-            layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
-        setup = prepare(model, layouts, config)
-        tokens = _data(options, source, directory, report)
-        sampler = token_data.WindowSampler(
-            tokens.num_tokens // options.seq_len, order=options.order, seed=options.seed
-        )
+        stop.check()
         if not resume:
-            weights = (
-                initialised(options.seed)
-                if source.checkpoint is None
-                else checkpoint_weights(source.checkpoint, model, engine)
+            layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
+        baseline_bytes = warm_up()
+        setup = prepare(model, layouts, options.trainer_config())
+        weights = initialised(options.seed)
+        if not resume:
+            scratch_bytes = setup.scratch_activation_bytes + setup.scratch_gradient_bytes
+            Store.check_creation(
+                directory,
+                layouts=layouts,
+                attributes=_attributes(options, source),
+                scratch_bytes=scratch_bytes + small_bytes(source),
+                fresh=options.fresh,
             )
-            store = cleanup.enter_context(
-                create_store(
-                    directory,
-                    model=model,
-                    setup=setup,
-                    engine=engine,
-                    source=weights,
-                    attributes=_attributes(options, source),
-                    extras=lambda folder: save_model_files(source, folder),
-                    fresh=options.fresh,
-                    progress=report.progress,
-                )
-            )
-        data = _step_data(options, tokens, sampler, store, report)
-        start = RunStart(
-            store=directory,
-            resumed_at=_committed_step(store),
-            steps=options.steps,
-            setup=setup,
-            num_parameters=sum(placed.spec.num_elements for layout in layouts for placed in layout.trainable),
-            budget_bytes=config.host_memory_bytes,
-            engine=engine.describe(),
-        )
-        report.plan(start)
-        metrics_file = cleanup.enter_context(_metrics_file(options.metrics))
-        trainer = cleanup.enter_context(
-            Trainer(
-                model=model, store=store, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup
-            )
-        )
-        return _loop(options, trainer, data, start, stop, report, metrics_file)
-
-
-def _loop(
-    options: TrainOptions,
-    trainer: Trainer,
-    data: token_data.StepData,
-    start: RunStart,
-    stop: Stop,
-    report: Reporter,
-    metrics_file: IO[str] | None,
-) -> RunEnd:
-    began = time.perf_counter()
-    last: StepMetrics | None = None
-    while trainer.step_number < options.steps and not stop.signal:
-        step = trainer.step_number + 1
-        last = trainer.step(data.step(step), run={"data": data.position(step), "options": _recorded(options)})
-        if metrics_file is not None:
-            metrics_file.write(json.dumps(last.to_json()) + "\n")
-            metrics_file.flush()
-        report.step(last, start)
-    trainer.commit()
-    return RunEnd(
-        store=start.store,
-        step=trainer.step_number,
-        steps=options.steps,
-        signal=stop.signal,
-        seconds=time.perf_counter() - began,
-        last=last,
+            if source.checkpoint is not None:
+                weights = checkpoint_weights(source.checkpoint, model, engine)
+        stop.check()
+    return _Prepared(
+        options=options,
+        directory=directory,
+        found=found,
+        source=source,
+        model=model,
+        layouts=layouts,
+        setup=setup,
+        weights=weights,
+        baseline_bytes=baseline_bytes,
     )
 
 
-def _check_directory(directory: Path, options: TrainOptions) -> DirectoryState:
-    state = directory_state(directory)
-    if state is DirectoryState.FOREIGN:
-        raise StoreRefusedError(f"--store {directory}: is not a hoist store; name a new or an empty directory")
-    if state is not DirectoryState.COMMITTED and not directory.parent.is_dir():
-        raise StoreRefusedError(f"--store {directory}: {directory.parent} is not a directory; make it first")
-    return state
+@contextmanager
+def _named(option: str, path: Path) -> Iterator[None]:
+    """Put the option before refusals that begin with the path alone."""
+    try:
+        yield
+    except (StoreRefusedError, StoreLockedError) as error:
+        if not str(error).startswith(str(path)):
+            raise
+        raise type(error)(f"{option} {error}") from error
+
+
+def _check_place(directory: Path, options: TrainOptions) -> bool:
+    """True to resume the store at ``directory``, False to make one there. Refuses a place where neither can be."""
+    state = allocation.directory_state(directory)
+    resume = state is DirectoryState.COMMITTED and not options.fresh
+    if resume:
+        allocation.check_writable(directory)
+    else:
+        allocation.check_creatable(directory, fresh=options.fresh)
+    check_unlocked(directory / LOCK_NAME)
+    return resume
 
 
 def _model_source(options: TrainOptions, store: Path | None) -> ModelSource:
-    """The model that is named, or, to resume a store without naming one, the store's own."""
-    if store is not None and "model" not in options.given:
-        folder = store / MODEL_DIRECTORY
-        config = load_config(folder)
-        found = load_model_source(str(folder))
-        return ModelSource(
-            name=str(store), config=config, directory=folder, tokenizer=found.tokenizer, checkpoint=None
-        )
-    return load_model_source(options.model)
+    """The model that is named; to resume, the store's own, and a named one must have the same configuration."""
+    if store is None:
+        return load_model_source(options.model)
+    folder = store / MODEL_DIRECTORY
+    config = load_config(folder)
+    if "model" in options.given:
+        difference = config_difference(load_model_source(options.model).config, config)
+        if difference is not None:
+            raise StoreRefusedError(
+                f"--model {options.model}: not the model of --store {options.store}: {difference}; leave --model out, "
+                "name another --store, or start over with --fresh"
+            )
+    return ModelSource(
+        name=options.model,
+        config=config,
+        directory=folder,
+        tokenizer=load_model_source(str(folder)).tokenizer,
+        checkpoint=None,
+    )
 
 
-def _data(
-    options: TrainOptions, source: ModelSource, store: Path, report: Reporter
-) -> TokenSource:
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
+    """The token ids, ready; None for a run of no steps, which needs none. What a refusal has made is removed again."""
+    options = run.options
     paths = tuple(Path(path) for path in options.data)
+    if not options.steps and not paths:
+        return None
     if not paths:
         if options.model != "tiny":
             raise ConfigError("--data: nothing given; name .npy or .bin token files, text files or folders of text")
         paths = stdlib_sources()
+    cache = run.directory.with_name(run.directory.name + CACHE_SUFFIX)
+    writable = cache if cache.exists() else cache.parent
+    if not os.access(writable, os.W_OK | os.X_OK):
+        raise RefusalError(
+            f"--store {options.store}: the ids of --data are kept beside it, in {cache}, and {writable} cannot be "
+            "written; put the store into a folder that you may write"
+        )
     tokens = token_data.prepare(
         paths,
-        tokenizer=source.tokenizer,
-        vocab_size=source.vocab_size,
-        cache_directory=store.with_name(store.name + CACHE_SUFFIX),
+        tokenizer=run.source.tokenizer,
+        vocab_size=run.source.vocab_size,
+        cache_directory=cache,
         seq_len=options.seq_len,
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
         token_bytes=options.token_bytes,
-        progress=lambda done, total: report.progress("reading text", done, total),
+        progress=_checked("reading data", report, stop),
     )
     for notice in tokens.notices:
         report.notice(notice)
     return tokens
 
 
-def _step_data(
-    options: TrainOptions,
-    tokens: TokenSource,
-    sampler: token_data.WindowSampler,
-    store: Store,
-    report: Reporter,
-) -> token_data.StepData:
+def _checked(what: str, report: Reporter, stop: Stop) -> Callable[[int, int], None]:
+    """A progress callback through which a signal ends the work."""
+
+    def progress(done: int, total: int) -> None:
+        stop.check()
+        report.progress(what, done, total)
+
+    return progress
+
+
+def _step_data(run: _Prepared, tokens: TokenSource, report: Reporter) -> token_data.StepData:
     """The data from where the store's last commit stands."""
-    after: token_data.DataPosition | None = None
-    recorded = store.record.run.get("data") if store.record is not None else None
-    if recorded is not None:
-        after = token_data.DataPosition.from_json(recorded)
+    options = run.options
+    recorded = None if run.found is None else run.found.run.get("data")
+    after = None if recorded is None else token_data.DataPosition.from_json(recorded)
     data = token_data.StepData(
         tokens,
-        sampler,
+        token_data.WindowSampler(tokens.num_tokens // options.seq_len, order=options.order, seed=options.seed),
         seq_len=options.seq_len,
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
@@ -268,43 +266,176 @@ def _step_data(
     if after is not None:
         for difference in data.differences(after):
             report.notice(difference)
-        before = store.record.run.get("options", {}) if store.record is not None else {}
-        for name, value in _recorded(options).items():
-            if name in before and before[name] != value:
-                report.notice(f"{name} is now {value} (was {before[name]})")
     return data
 
 
-def _committed_step(store: Store) -> int:
-    return 0 if store.record is None else store.record.step
+# --- the store ----------------------------------------------------------------------------------------------------------
 
 
-def _recorded(options: TrainOptions) -> dict[str, Any]:
-    """The options that a commit keeps, to say at a resume what has changed."""
-    names = (
-        "seq_len", "micro_batch_size", "micro_batches", "steps", "lr", "lr_schedule", "warmup_steps", "betas", "eps",
-        "weight_decay", "no_decay_norms", "seed", "order", "dropout", "attention",
-    )  # fmt: skip
-    values = {name: getattr(options, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+@contextmanager
+def _store(
+    run: _Prepared, engine: IoEngine, tokens: TokenSource | None, report: Reporter, stop: Stop
+) -> Iterator[Store]:
+    """The store, open for writing: the one that was found, or a new one at step 0."""
+    options = run.options
+    with _named("--store", run.directory), _undone(tokens):
+        if run.found is not None:
+            store = Store.open(run.directory, engine=engine)
+            if store.record != run.found:
+                store.close()
+                raise StoreRefusedError(
+                    f"{run.directory}: another process committed to it just now; run the same command again"
+                )
+        else:
+            store = create_store(
+                run.directory,
+                model=run.model,
+                setup=run.setup,
+                engine=engine,
+                source=run.weights,
+                attributes=_attributes(options, run.source),
+                run={"options": options.remembered()},
+                extras=lambda folder: save_model_files(run.source, folder),
+                fresh=options.fresh,
+                progress=lambda what, done, total: _checked(what, report, stop)(done, total),
+            )
+    with store:
+        yield store
+
+
+@contextmanager
+def _undone(tokens: TokenSource | None) -> Iterator[None]:
+    """Where a store cannot be made or opened, take back what its data put into the cache."""
+    try:
+        yield
+    except StoreLockedError:
+        raise  # whoever has the lock may be using the cache
+    except RefusalError:
+        if tokens is not None and tokens.made is not None:
+            tokens.made.remove()
+        raise
 
 
 def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]:
     return {
-        "model": {"name": source.name, "type": source.config.model_type, "attention": options.attention},
+        "model": {
+            "name": source.name,
+            "type": source.config.model_type,
+            "attention": options.attention,
+            "dropout": options.dropout,
+        },
         "optimizer": {"kind": "adamw"},
     }
 
 
-@contextmanager
-def _metrics_file(path: str | None) -> Iterator[IO[str] | None]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed below; only opening may be refused)
-    except OSError as error:
-        raise ConfigError(f"--metrics {path}: cannot be written: {error.strerror}") from error
-    with file:
-        yield file
+# --- steps --------------------------------------------------------------------------------------------------------------
 
+
+def _loop(
+    run: _Prepared,
+    trainer: Trainer,
+    data: token_data.StepData,
+    start: RunStart,
+    engine: IoEngine,
+    stop: Stop,
+    report: Reporter,
+    metrics_file: MetricsFile | None,
+) -> RunEnd:
+    began = time.perf_counter()
+    options, totals = run.options, run.totals
+    last: StepMetrics | None = None
+
+    def kept(metrics: StepMetrics) -> Mapping[str, Any]:
+        """What a commit says about the step."""
+        nonlocal totals
+        totals = totals.with_step(metrics)
+        return {
+            "data": data.position(metrics.step),
+            "options": options.remembered(),
+            "totals": totals.with_io(engine.statistics()).to_json(),
+        }
+
+    with _explained(run, trainer):
+        while trainer.step_number < options.steps and not stop.signal:
+            last = trainer.step(data.step(trainer.step_number + 1), run=kept)
+            _require_finite(last)
+            if metrics_file is not None:
+                metrics_file.write(last)
+            report.step(last, start)
+        trainer.commit()
+    return _end(
+        run,
+        stop,
+        step=trainer.step_number,
+        last=last,
+        seconds=time.perf_counter() - began,
+        totals=totals.with_io(engine.statistics()),
+    )
+
+
+@contextmanager
+def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
+    """Say of a failure where the store now stands, and what to do."""
+    again = f"hoist train --store {shlex.quote(run.options.store)}"
+    try:
+        yield
+    except MetricsError as error:
+        trainer.commit()
+        raise MetricsError(
+            f"{error}; step {trainer.step_number} is committed: make room or name another file, and go on with {again}"
+        ) from error
+    except (RunFailedError, OSError) as error:  # TransferError is one
+        raise RunFailedError(
+            f"{error}; --store {run.options.store} stays at its last commit, step {trainer.committed_step}: "
+            f"remove the cause and go on with {again}"
+        ) from error
+
+
+def _require_finite(metrics: StepMetrics) -> None:
+    """Raise RunFailedError before weights that are no numbers any more could be committed."""
+    for name, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
+        if not math.isfinite(value):
+            raise RunFailedError(f"step {metrics.step}: the {name} is {value}; a lower --lr may help")
+
+
+def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource) -> RunStart:
+    options = run.options
+    return RunStart(
+        model=options.model,
+        store=options.store,
+        resumed=run.found is not None,
+        step=run.step,
+        steps=options.steps,
+        setup=run.setup,
+        num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
+        num_tokens=tokens.num_tokens,
+        num_windows=tokens.num_tokens // options.seq_len,
+        windows_per_step=options.micro_batches * options.micro_batch_size,
+        budget_bytes=options.host_memory_bytes(),
+        baseline_bytes=run.baseline_bytes,
+        engine=engine.describe(),
+    )
+
+
+def _end(
+    run: _Prepared,
+    stop: Stop,
+    *,
+    step: int,
+    last: StepMetrics | None = None,
+    seconds: float = 0.0,
+    totals: Totals | None = None,
+) -> RunEnd:
+    return RunEnd(
+        store=run.options.store,
+        created=run.found is None,
+        step=step,
+        steps=run.options.steps,
+        # A signal during the last step or its commit has cut nothing short.
+        signal=stop.signal if step < run.options.steps else 0,
+        seconds=seconds,
+        num_steps=step - run.step,
+        last=last,
+        totals=run.totals if totals is None else totals,
+        budget_bytes=run.options.host_memory_bytes(),
+    )

@@ -5,6 +5,7 @@ Interleavings are forced with events: a gate holds an op until the test has seen
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -349,19 +350,31 @@ def test_an_interrupt_during_a_computation_stops_everything(toy: Toy, executor: 
 
 
 def test_an_interrupt_while_the_caller_waits_stops_everything(toy: Toy, executor: Executor) -> None:
-    """The main thread waits for a read when the signal comes; the step is half done, and no later call may go on."""
-    signal = pytest.importorskip("signal")
+    """The main thread waits for a read when a signal comes; the step is half done, and no later call may go on."""
     gate = toy.gates[1, 0] = Gate()
+    caught = threading.Event()
+    main = threading.get_ident()
 
-    def interrupt() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        if not caught.is_set():
+            caught.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
         gate.begun.wait(PATIENCE)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # A signal that comes just before the thread blocks is seen when it wakes: send until it has been.
+        while not caught.wait(0.01):
+            signal.pthread_kill(main, signal.SIGUSR1)
 
-    caller = Caller(interrupt)
-    plan = plan_of((Kind.READ_WEIGHTS, "", "a"), (Kind.BIND, "a", "b"))
-    with pytest.raises(KeyboardInterrupt):
-        executor.run(plan, 1)
-    caller.result()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        sender = Caller(send)
+        plan = plan_of((Kind.READ_WEIGHTS, "", "a"), (Kind.BIND, "a", "b"))
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(plan, 1)
+        sender.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     with pytest.raises(KeyboardInterrupt):
         executor.run(plan, 2)
     gate.open()

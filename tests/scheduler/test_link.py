@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, join, link
@@ -74,6 +74,7 @@ def reachable(pairs: set[tuple[int, int]], count: int) -> set[tuple[int, int]]:
     return closed
 
 
+@settings(deadline=None)
 @given(first=_ops, second=_ops)
 def test_two_steps_joined_are_ordered_as_one_long_plan(first: list[Op], second: list[Op]) -> None:
     """Specification: two ops are ordered exactly if a chain of conflicts (a write of what the other uses) joins them."""

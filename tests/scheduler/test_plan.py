@@ -67,7 +67,7 @@ def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
     return tuple(shapes)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), shapes=models(), make=st.sampled_from(PLANS), seed=st.integers(0, 2**32))
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int

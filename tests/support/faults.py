@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel
@@ -103,7 +104,7 @@ def job(plan: Order, num_micro_batches: int = 3) -> Job:
     staged = staged_model(config, recipe)
     engine = Engine(plan=plan, commit_every=1)
     settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
-    assert setup.scratch_activation_bytes
+    assert bool(setup.scratch_activation_bytes) == (plan == "vertical")
     assert bool(setup.scratch_gradient_bytes) == (plan == "horizontal")
     assert max(layout.num_chunks for layout in setup.layouts) > 1
     assert any(layout.frozen_bytes for layout in setup.layouts)
@@ -169,6 +170,7 @@ def snapshot(directory: Path) -> Snapshot:
 
 def undisturbed(what: Job, directory: Path) -> Course:
     """Run the job once, committing and looking after every step."""
+    directory.mkdir()
     origin, store = directory / "origin", directory / "undisturbed"
     losses: list[float] = []
     snapshots: list[Snapshot] = []
@@ -207,8 +209,8 @@ class Nth:
         self._where = where
         self._lock = threading.Lock()
         self._count = 0
-        #: The first request that failed.
-        self.failed: RecordedRequest | None = None
+        #: The requests that failed.
+        self.failed: list[RecordedRequest] = []
 
     def __call__(self, request: RecordedRequest) -> Fail | None:
         if request.operation != self._operation or self._where not in str(request.path):
@@ -217,8 +219,16 @@ class Nth:
             self._count += 1
             if self._count != self._number and not (self._for_good and self._count > self._number):
                 return None
-            self.failed = self.failed or request
+            self.failed.append(request)
         return self._fail
+
+
+@contextmanager
+def quick_directory() -> Iterator[Path]:
+    """A directory in memory, where a flush costs nothing: for tests that are not about the file system."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(prefix="hoist-test-", dir=memory if os.access(memory, os.W_OK) else None) as made:
+        yield Path(made)
 
 
 @contextmanager

@@ -1,0 +1,228 @@
+"""The budget's arithmetic: the formula term by term, promises kept for any demand, and what a refusal says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hoist.scheduler.memory import (
+    MIN_PIECE_ELEMENTS,
+    MIN_SLOTS,
+    RING_SHARE,
+    STAGING_BYTES,
+    STATE_BYTES,
+    Demand,
+    MemoryPlan,
+    StageBytes,
+    divide,
+    piece_limit,
+    smallest,
+)
+from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS
+from hoist.tiers.errors import BudgetError
+
+PAGE = 4096
+MIB = 2**20
+
+
+def pages(low: int, high: int) -> st.SearchStrategy[int]:
+    return st.integers(low, high).map(lambda count: PAGE * count)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    count = draw(st.integers(2, 9))
+    stages = tuple(
+        StageBytes(
+            name=f"stage {index}",
+            weights=draw(pages(0, 3000)),
+            gradients=draw(pages(0, 3000)),
+            workspace=draw(st.integers(0, 8 * MIB)),
+        )
+        for index in range(count)
+    )
+    return Demand(
+        stages=stages,
+        loan_bytes=draw(pages(0, 500)),
+        block_bytes=draw(pages(0, 1000)),
+        activation_bytes=draw(pages(1, 300)),
+        num_boundaries=(count - 1) * draw(st.integers(1, 20)),
+        context_bytes=draw(st.integers(0, MIB)),
+        max_piece_elements=4096 * draw(st.integers(1, 512)),
+        horizontal=draw(st.booleans()),
+    )
+
+
+def uniform(num_layers: int, *, num_micro_batches: int = 4, horizontal: bool = False) -> Demand:
+    """embed, equal layers and head, as a language model has them."""
+    ends = StageBytes(name="embed", weights=9 * MIB, gradients=9 * MIB, workspace=3 * MIB)
+    layer = StageBytes(name="layer", weights=6 * MIB, gradients=6 * MIB, workspace=5 * MIB)
+    stages = (ends, *(layer,) * num_layers, ends)
+    return Demand(
+        stages=stages,
+        loan_bytes=9 * MIB,
+        block_bytes=2 * MIB,
+        activation_bytes=256 * 1024,
+        num_boundaries=(len(stages) - 1) * num_micro_batches,
+        context_bytes=123_456,
+        max_piece_elements=2**20,
+        horizontal=horizontal,
+    )
+
+
+# ---------------------------------------------------------------------- the smallest budget
+
+
+def test_the_smallest_need_is_the_formula() -> None:
+    """Two neighbours' weights, one gradient, loans, a block, two slots of each ring, four activations, workspace."""
+    plan = smallest(uniform(4))
+    assert plan.weight_bytes == (9 + 6) * MIB
+    assert plan.gradient_bytes == 9 * MIB
+    assert plan.ring_bytes == MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
+    assert plan.activation_bytes == MIN_ACTIVATION_SLOTS * 256 * 1024
+    assert plan.workspace_bytes == 5 * MIB + 123_456
+    assert plan.need_bytes == (15 + 9 + 9 + 2 + 2 + 1 + 5) * MIB + 123_456
+    assert (STAGING_BYTES, STATE_BYTES) == (2 + 2, 2 + 2 + 4 + 4)
+
+
+@settings(deadline=None)
+@given(demand=demands())
+def test_the_parts_add_up_to_the_need(demand: Demand) -> None:
+    plan = smallest(demand)
+    assert sum(size for _, size in plan.parts()) == plan.need_bytes == plan.arena_bytes + plan.workspace_bytes
+
+
+def test_the_smallest_budget_does_not_depend_on_the_number_of_layers() -> None:
+    needs = {num_layers: smallest(uniform(num_layers)).need_bytes for num_layers in (4, 16, 64)}
+    assert len(set(needs.values())) == 1
+
+
+def test_nor_on_the_number_of_micro_batches() -> None:
+    """Given at least one boundary for each of the fewest slots; contexts and batches are the caller's to count."""
+    assert len({smallest(uniform(4, num_micro_batches=count)).need_bytes for count in (1, 2, 7, 64)}) == 1
+
+
+def test_few_boundaries_need_no_spare_slots() -> None:
+    demand = replace(uniform(4), num_boundaries=2)
+    assert smallest(demand).num_activations == 2
+
+
+def test_a_small_model_has_small_pieces() -> None:
+    assert smallest(replace(uniform(4), max_piece_elements=8192)).piece_elements == 8192
+
+
+@settings(deadline=None)
+@given(demand=demands(), missing=st.integers(1, 10**9))
+def test_what_is_too_small_is_refused_with_what_works(demand: Demand, missing: int) -> None:
+    need = smallest(demand).need_bytes
+    with pytest.raises(BudgetError, match="is too small; at least") as caught:
+        divide(demand, budget_bytes=max(0, need - missing))
+    message = str(caught.value)
+    assert "\n" not in message
+    found = re.search(r"give --host-memory (\d+)MiB or more", message)
+    assert found is not None
+    advised = int(found[1]) * MIB
+    assert need <= advised < need + MIB
+    assert divide(demand, budget_bytes=advised).need_bytes <= advised
+    assert divide(demand, budget_bytes=need).need_bytes <= need  # the formula is exact
+
+
+def test_the_refusal_names_the_terms() -> None:
+    with pytest.raises(BudgetError) as caught:
+        divide(uniform(4), budget_bytes=20 * MIB)
+    message = str(caught.value)
+    assert message.startswith("--host-memory: 20.0 MiB is too small; at least 43.1 MiB are needed (weight buffers 15.0 MiB, ")
+    assert "workspace of a stage 5.0 MiB" in message
+
+
+# ---------------------------------------------------------------------- any budget
+
+
+@settings(max_examples=200, deadline=None)
+@given(demand=demands(), extra=st.integers(0, 400 * MIB), resident=st.booleans())
+def test_a_division_keeps_its_promises(demand: Demand, extra: int, resident: bool) -> None:
+    least = smallest(demand)
+    budget = least.need_bytes + extra
+    plan = divide(demand, budget_bytes=budget, resident_weights=resident)
+    assert plan.need_bytes <= budget
+    assert plan.need_bytes == sum(size for _, size in plan.parts())
+    assert plan.piece_elements <= demand.max_piece_elements
+    assert plan.num_activations <= demand.num_boundaries
+    assert plan.ring_bytes <= max(least.ring_bytes, RING_SHARE * budget)
+    assert plan.num_resident == 0 or resident
+    check_regions(plan)
+    plan.buffers()  # accepted: neighbours differ
+
+
+def check_regions(plan: MemoryPlan) -> None:
+    """No two stages that hold a buffer at the same time overlap, and everything lies within its region."""
+    stages = plan.demand.stages
+    buffers = plan.buffers()
+    count = len(stages)
+    weights = [(plan.weight_offset(index), stage.weights) for index, stage in enumerate(stages)]
+    gradients = [(plan.gradient_offset(index), stage.gradients) for index, stage in enumerate(stages)]
+    for start, size in weights:
+        assert start % PAGE == 0 <= start
+        assert start + size <= plan.weight_bytes
+    for start, size in gradients:
+        assert start % PAGE == 0 <= start
+        assert start + size <= plan.gradient_bytes
+    for first in range(count):
+        for second in range(first + 1, count):
+            neighbours = second == first + 1
+            always = buffers.weights[second] > 1  # resident: there from step to step
+            if neighbours or always:
+                assert disjoint(weights[first], weights[second])
+            if (neighbours and plan.num_gradient_buffers > 1) or plan.num_gradient_buffers > 2:
+                assert disjoint(gradients[first], gradients[second])
+
+
+def disjoint(left: tuple[int, int], right: tuple[int, int]) -> bool:
+    return left[0] + left[1] <= right[0] or right[0] + right[1] <= left[0]
+
+
+def ranks(plan: MemoryPlan, count: int) -> tuple[int, ...]:
+    """What a division has got, the most important first."""
+    return (
+        int(plan.num_gradient_buffers > 1),
+        plan.num_staging,
+        plan.piece_elements,
+        plan.num_activations,
+        int(plan.num_gradient_buffers >= max(3, count)),
+        plan.num_resident,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(demand=demands(), first=st.integers(0, 200 * MIB), more=st.integers(0, 200 * MIB))
+def test_more_memory_never_takes_away_what_matters_more(demand: Demand, first: int, more: int) -> None:
+    """A larger budget gives more of the first thing in which the two divisions differ."""
+    need = smallest(demand).need_bytes
+    count = len(demand.stages)
+    small = divide(demand, budget_bytes=need + first)
+    large = divide(demand, budget_bytes=need + first + more)
+    assert ranks(small, count) <= ranks(large, count)
+
+
+def test_with_plenty_of_memory_nothing_is_spilled_or_read_twice() -> None:
+    demand = uniform(6, horizontal=True)
+    plan = divide(demand, budget_bytes=2**34)
+    assert plan.num_resident == len(demand.stages)
+    assert plan.num_activations == demand.num_boundaries
+    assert plan.num_gradient_buffers == len(demand.stages)
+    assert plan.piece_elements == demand.max_piece_elements
+    assert plan.weight_bytes == sum(stage.weights for stage in demand.stages)
+    assert plan.gradient_bytes == sum(stage.gradients for stage in demand.stages)
+    assert divide(demand, budget_bytes=2**34, resident_weights=False).num_resident == 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "configured", "expected"),
+    [((100, 5000), 2**20, 8192), ((2**22,), 2**20, 2**20), ((0,), 2**20, 4096), ((), 2**20, 4096), ((4096,), 4096, 4096)],
+)
+def test_piece_limit(chunks: tuple[int, ...], configured: int, expected: int) -> None:
+    assert piece_limit(chunks, configured) == expected

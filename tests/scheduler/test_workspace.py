@@ -1,0 +1,127 @@
+"""What a stage is said to need beside the arena, against what torch's allocator really handed out for it.
+
+The estimate comes from fake tensors; the truth from the profiler's record of every allocation and release of a real
+forward and backward on random values, kernels' own scratch included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import Gemma2Config, GPT2Config, LlamaConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hoist.scheduler import workspace
+from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
+from hoist.scheduler.models import build_model
+from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
+
+VOCAB = 3001
+ROWS, TOKENS = 2, 96
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(
+        vocab_size=VOCAB, hidden_size=192, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=3, intermediate_size=512
+    ),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=192, n_layer=1, n_head=6, n_positions=128, bos_token_id=1, eos_token_id=2),
+    "gemma2": Gemma2Config(
+        vocab_size=VOCAB, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=32,
+        intermediate_size=512, sliding_window=32,
+    ),
+}  # fmt: skip
+
+
+def batch_of(seed: int, *, rows: int = ROWS, tokens: int = TOKENS) -> dict[str, Tensor]:
+    input_ids = torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": input_ids, "labels": input_ids}
+
+
+def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tensor]) -> int:
+    """Peak of what the allocator gave out in one forward and backward of ``stage``, by its own record."""
+    names = [*(spec.name for spec in stage.tensors), *stage.borrowed]
+    generator = torch.Generator().manual_seed(1)
+    embed = staged.embed
+    embed.bind({spec.name: torch.randn(spec.shape, generator=generator) for spec in embed.tensors})
+    with torch.no_grad():
+        hidden, context = embed.forward(batch)
+    embed.unbind(forget=True)
+    values = {name: torch.randn(staged.tensor(name)[1].shape, generator=generator) * 0.1 for name in names}
+    stage.bind(values)
+    sums = {}
+    for parameter in stage.parameters().values():
+        parameter.register_post_accumulate_grad_hook(_drop)
+        sums[parameter] = Target(torch.zeros(parameter.shape), lambda: True)
+    direct = DirectGradients(sums, torch.empty(max(block_elements(value.shape) for value in values.values())))
+    source = hidden.clone().requires_grad_()
+    gradient = torch.randn(hidden.shape, generator=generator)
+    try:
+        for recording in (False, True):  # the first run makes what is made once
+            source.grad = None
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=recording) as profiler:
+                if isinstance(stage, HeadStage):
+                    with direct:
+                        loss = stage.forward(source, batch, context, 7)
+                    torch.autograd.backward(loss)
+                else:
+                    assert isinstance(stage, LayerStage)
+                    with direct:
+                        output = stage.forward(source, context)
+                    torch.autograd.backward(output, gradient)
+                    del output
+    finally:
+        stage.unbind(forget=True)
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_estimate_is_what_a_real_run_allocates(family: str) -> None:
+    """Within 10%, and never far too small: kernels' scratch is all that may be missing."""
+    staged = split(build_model(CONFIGS[family]))
+    found = workspace.measure(staged, batch_of(0))
+    for stage, estimate in zip(staged.stages[1:], found.stages[1:], strict=True):
+        real = allocated_bytes(staged, stage, batch_of(1))
+        assert estimate == pytest.approx(real, rel=0.10), f"{stage.name}: {estimate} estimated, {real} allocated"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_estimate_does_not_depend_on_values(family: str) -> None:
+    staged = split(build_model(CONFIGS[family]))
+    assert workspace.measure(staged, batch_of(0)) == workspace.measure(staged, batch_of(5))
+
+
+def test_equal_layers_need_the_same_and_larger_batches_more() -> None:
+    staged = split(build_model(CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_diff_dict(), "num_hidden_layers": 3})))
+    small = workspace.measure(staged, batch_of(0, tokens=24))
+    large = workspace.measure(staged, batch_of(0, tokens=48))
+    assert len(set(small.stages[1:4])) == 1
+    assert all(left < right for left, right in zip(small.stages, large.stages, strict=True))
+    assert small.hidden_shape == (ROWS, 24, 192)
+
+
+def test_measuring_takes_no_memory_for_weights() -> None:
+    """A layer of 200M parameters is measured in less memory than one of its weights takes."""
+    from hoist.tiers.footprint import PeakSampler, anonymous_bytes
+
+    config = LlamaConfig(vocab_size=64, hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, intermediate_size=11008)
+    staged = split(build_model(config))
+    tokens = torch.zeros((1, 8), dtype=torch.int64)
+    workspace.measure(split(build_model(CONFIGS["llama"])), batch_of(0))  # what is made once
+    sampler = PeakSampler(anonymous_bytes())
+    try:
+        workspace.measure(staged, {"input_ids": tokens, "labels": tokens})
+        assert sampler.peak_bytes < 4 * 4096 * 11008 // 2
+    finally:
+        sampler.close()

@@ -1,0 +1,80 @@
+"""The `--metrics` file: one JSON object a step, a line each, appended whole or not at all.
+
+What is in a line is `hoist.scheduler.trainer.StepMetrics`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.errors import MetricsError
+
+
+def check_metrics_path(path: Path) -> None:
+    """Raise ConfigError if lines cannot be appended to ``path``, as far as can be seen. Creates and changes nothing."""
+    try:
+        if path.is_dir():
+            raise ConfigError(f"--metrics {path}: is a directory; name a file")
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK))
+            return
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"--metrics {path}: {folder} is not a directory; make it first, or name another file")
+        if path.is_symlink() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"--metrics {path}: {folder} cannot be written; name a file in another place")
+    except OSError as error:
+        raise ConfigError(f"--metrics {path}: cannot be written: {error.strerror}; name another file") from error
+
+
+class MetricsFile:
+    """Appends a line a step. Close when done; use it as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises MetricsError if the file cannot be opened."""
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a step. Raises MetricsError; of its line nothing is in the file then."""
+        rest = (json.dumps(metrics.to_json()) + "\n").encode()
+        start = os.lseek(self._descriptor, 0, os.SEEK_END) if self._is_file() else 0
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            if self._is_file():
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, start)
+            raise self._error(error) from error
+
+    def _is_file(self) -> bool:
+        return stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+
+    def _error(self, error: OSError) -> MetricsError:
+        return MetricsError(f"--metrics {self._path}: cannot be written: {error.strerror}")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,85 @@
+"""A trainer in one call, for Python programs: opens the store, or makes it, and closes everything afterwards.
+
+`hoist train` (`train.py`) does the same with data, progress and signals around it; the trainer itself is
+`hoist.scheduler.trainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.models import build_model
+from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.stages import split
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.allocation import DirectoryState, directory_state
+from hoist.tiers.footprint import warm_up
+from hoist.tiers.format import MODEL_DIRECTORY
+from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.store import Store
+from hoist.tools.import_weights import checkpoint_weights
+from hoist.tools.model_files import save_model_files
+from hoist.tools.presets import load_model_source
+
+
+@contextmanager
+def open_trainer(
+    store: str | Path,
+    *,
+    config: TrainerConfig,
+    model: str | Path | None = None,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    dropout: float | None = None,
+    io: str = "auto",
+    fresh: bool = False,
+) -> Iterator[Trainer]:
+    """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
+
+    ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store. A directory
+    without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
+    every dropout probability. ``fresh`` starts over in an existing store.
+
+    What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
+    store as it was, for whatever cannot work: a budget too small, a model that cannot be split, a store of another model.
+    """
+    directory = Path(store).absolute()
+    resume = directory_state(directory) is DirectoryState.COMMITTED and not fresh
+    if model is None and not resume:
+        raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
+    source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
+    staged = split(build_model(source.config, attention=attention, dropout=dropout))
+    baseline_bytes = warm_up()
+    with ExitStack() as cleanup:
+        engine = cleanup.enter_context(choose_engine(io))
+        if resume:
+            opened = cleanup.enter_context(Store.open(directory, engine=engine))
+            setup = prepare(staged, opened.layouts, config)
+        else:
+            setup = prepare(staged, lay_out_stages(staged), config)
+            checkpoint = source.checkpoint
+            opened = cleanup.enter_context(
+                create_store(
+                    directory,
+                    model=staged,
+                    setup=setup,
+                    engine=engine,
+                    source=checkpoint_weights(checkpoint, staged, engine) if checkpoint else initialised(config.seed),
+                    attributes={
+                        "model": {"name": source.name, "type": source.config.model_type, "attention": attention},
+                        "optimizer": {"kind": "adamw"},
+                    },
+                    extras=lambda folder: save_model_files(source, folder),
+                    fresh=fresh,
+                )
+            )
+        yield cleanup.enter_context(
+            Trainer(
+                model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup
+            )
+        )

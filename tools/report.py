@@ -1,0 +1,130 @@
+"""What a run of `hoist train` tells while it goes on, as data; `show.py` puts it on a terminal or into a log.
+
+`train.py` fills these records in. Metrics of one step are `hoist.scheduler.trainer`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from hoist.scheduler.setup import Setup
+from hoist.scheduler.trainer import StepMetrics
+from hoist.tiers.io.base import IoStatistics
+
+
+def promised_bytes(budget_bytes: int) -> int:
+    """Most anonymous and shared memory beyond the baseline that a budget allows: 1.1 times as much and 32 MiB."""
+    return budget_bytes * 11 // 10 + 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What a store's run has done in all its calls; every commit keeps it."""
+
+    first_loss: float | None = None
+    """Loss of step 1; None before it."""
+    tokens: int = 0
+    """Tokens that went through the model."""
+    seconds: float = 0.0
+    """Time spent in steps."""
+    nvme_read_bytes: int = 0
+    """Bytes read from the drive, those of making the store included."""
+    nvme_written_bytes: int = 0
+    """Bytes written to it."""
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """What :meth:`to_json` gave; what is missing is as at the start."""
+        return cls(**{spec.name: document[spec.name] for spec in fields(cls) if spec.name in document})
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON."""
+        return asdict(self)
+
+    def with_io(self, moved: IoStatistics) -> Self:
+        """These totals, and what an engine has moved since it was made."""
+        return replace(
+            self,
+            nvme_read_bytes=self.nvme_read_bytes + moved.read_bytes,
+            nvme_written_bytes=self.nvme_written_bytes + moved.written_bytes,
+        )
+
+    def with_step(self, metrics: StepMetrics) -> Self:
+        """These totals and a step's, its I/O apart."""
+        return replace(
+            self,
+            first_loss=metrics.loss if self.first_loss is None else self.first_loss,
+            tokens=self.tokens + metrics.tokens,
+            seconds=self.seconds + metrics.seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart:
+    """What is known before the first step."""
+
+    model: str
+    """What the model was named."""
+    store: str
+    """The store as the user named it."""
+    resumed: bool
+    """The store was there; if not, it has just been made."""
+    step: int
+    """Steps that the store already carries."""
+    steps: int
+    """Steps of the whole run."""
+    setup: Setup
+    num_parameters: int
+    num_tokens: int
+    """Tokens of the data; 0 if none are needed."""
+    num_windows: int
+    """Rows that the data is cut into."""
+    windows_per_step: int
+    budget_bytes: int
+    baseline_bytes: int
+    """Memory of the warmed-up process, which the budget comes on top of."""
+    engine: str
+    """The I/O engine's description of itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """How a run ended."""
+
+    store: str
+    """The store as the user named it."""
+    created: bool
+    """This call made the store."""
+    step: int
+    """Steps that the store now carries, committed."""
+    steps: int
+    """Steps of the whole run."""
+    signal: int
+    """Signal that ended it early; 0 if none did."""
+    seconds: float
+    """Wall time of this call's steps, the last commit included."""
+    num_steps: int
+    """Steps that this call did."""
+    last: StepMetrics | None
+    """The last of them."""
+    totals: Totals
+    budget_bytes: int
+
+
+class Reporter(Protocol):
+    """What a run tells; `show.py` has the one for people."""
+
+    def notice(self, text: str) -> None:
+        """One line that the user should see."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a long preparation is."""
+
+    def plan(self, start: RunStart) -> None:
+        """What is about to run."""
+
+    def step(self, metrics: StepMetrics, start: RunStart) -> None:
+        """A step has ended."""
