@@ -1,7 +1,7 @@
 """Runs any plan: hands each op to its lane once what it waits for is done. Knows nothing of models, tensors or files.
 
-What an op does is the handler's business (`runtime.py`). The caller's thread is the compute lane; copy, optim and commit
-have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads.
+What an op does is the handler's business (`runtime.py`). The caller's thread is the compute lane; copy, optim and
+commit have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ class Executor:
             self._wake_all()
 
     def drain(self) -> list[Span]:
-        """Wait until everything that was given has ended; returns the spans since the last call. Raises what an op raised."""
+        """Wait until everything that was given has ended; returns the spans since the last call.
+
+        Raises what an op raised, and ValueError once closed.
+        """
         with self._lock:
             while self._runs and not self._stopped:
                 self._wake[Lane.COMPUTE].wait()
@@ -326,7 +329,7 @@ class Executor:
 
 
 def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneTime]:
-    """Busy and stalled seconds of every lane between two times. A lane is stalled when idle while its work is not over."""
+    """Busy and stalled seconds of every lane between two times. A lane that is idle before its last op is stalled."""
     times: dict[Lane, LaneTime] = {}
     for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM):
         parts = sorted((max(span.start, start), min(span.stop, stop)) for span in spans if span.op.lane is lane)

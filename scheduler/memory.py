@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers
 from hoist.tiers.errors import BudgetError
@@ -55,7 +56,7 @@ class Demand:
     context_bytes: int
     """Masks, positions and rotary tables of a step's micro-batches, batches included."""
     max_piece_elements: int
-    """Largest piece that is of use: the smallest power of two of elements that covers the largest chunk, at most the configured one."""
+    """Largest piece that is of use, in elements: see :func:`piece_limit`."""
     horizontal: bool
     """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
 
@@ -142,7 +143,7 @@ class MemoryPlan:
         )
 
     def buffers(self) -> Buffers:
-        """What a plan may use. Weight buffers 0 and 1 alternate between streamed stages; resident stages have their own."""
+        """What a plan may use. Streamed stages alternate between weight buffers 0 and 1; others have their own."""
         count = len(self.demand.stages)
         streamed = count - self.num_resident
         weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
@@ -179,7 +180,7 @@ def _pair_bytes(sizes: Sequence[int]) -> int:
     """The most that two neighbours take together (one alone, if there is only one)."""
     if len(sizes) < 2:
         return sum(sizes)
-    return max(left + right for left, right in zip(sizes, sizes[1:], strict=False))
+    return max(left + right for left, right in pairwise(sizes))
 
 
 def smallest(demand: Demand) -> MemoryPlan:
@@ -207,38 +208,45 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
         parts = ", ".join(f"{label} {_mib(size)}" for label, size in plan.parts() if size)
         raise BudgetError(
             f"--host-memory: {_mib(budget_bytes)} is too small; at least {_mib(plan.need_bytes)} are needed ({parts}); "
-            f"give --host-memory {-(-plan.need_bytes // 2**20)}MiB or more, or a smaller --micro-batch-size or --seq-len"
+            f"give --host-memory {-(-plan.need_bytes // 2**20)}MiB or more, "
+            "or a smaller --micro-batch-size or --seq-len"
         )
 
-    def take(**changes: int) -> bool:
+    def take(wanted: MemoryPlan) -> bool:
         nonlocal plan
-        wanted = replace(plan, **changes)
         if wanted.need_bytes > budget_bytes:
             return False
         plan = wanted
         return True
 
-    take(num_gradient_buffers=2)
+    take(replace(plan, num_gradient_buffers=2))
     ring_limit = RING_SHARE * budget_bytes
     grown = True
     while grown:
         grown = False
-        steps: tuple[dict[str, int], ...] = (
-            {"num_staging": min(MAX_SLOTS, plan.num_staging + 1), "num_states": min(MAX_SLOTS, plan.num_states + 1)},
-            {"piece_elements": min(demand.max_piece_elements, 2 * plan.piece_elements)},
-        )
-        for changes in steps:
-            wanted = replace(plan, **changes)
-            if wanted != plan and wanted.ring_bytes <= ring_limit and take(**changes):
+        for more in (_more_slots, _larger_pieces):
+            wanted = more(plan)
+            if wanted != plan and wanted.ring_bytes <= ring_limit and take(wanted):
                 grown = True
-    spare = budget_bytes - plan.need_bytes
     if demand.activation_bytes:
-        take(num_activations=min(demand.num_boundaries, plan.num_activations + spare // demand.activation_bytes))
+        spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
+        take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
     if demand.horizontal:
-        take(num_gradient_buffers=max(3, len(demand.stages)))
-    while resident_weights and plan.num_resident < len(demand.stages) and take(num_resident=plan.num_resident + 1):
-        pass
+        take(replace(plan, num_gradient_buffers=max(3, len(demand.stages))))
+    while resident_weights and plan.num_resident < len(demand.stages):
+        if not take(replace(plan, num_resident=plan.num_resident + 1)):
+            break
     return plan
+
+
+def _more_slots(plan: MemoryPlan) -> MemoryPlan:
+    return replace(
+        plan, num_staging=min(MAX_SLOTS, plan.num_staging + 1), num_states=min(MAX_SLOTS, plan.num_states + 1)
+    )
+
+
+def _larger_pieces(plan: MemoryPlan) -> MemoryPlan:
+    return replace(plan, piece_elements=min(plan.demand.max_piece_elements, 2 * plan.piece_elements))
 
 
 def piece_limit(chunk_elements: Sequence[int], configured: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 
 class Lane(Enum):
@@ -57,7 +57,7 @@ class Kind(Enum):
     READ_STATES = auto()
     """NVMe -> state slot: weights and moments of one piece."""
     UPDATE = auto()
-    """AdamW on one piece in its state slot; the new weights also go to the weight buffers of the stages in ``refresh``."""
+    """AdamW on one piece in its state slot; the new weights also go to the buffers of the stages in ``refresh``."""
     WRITE_STATES = auto()
     """State slot -> NVMe (the slot that the last commit does not name)."""
     SPILL_ACTIVATION = auto()
@@ -310,7 +310,9 @@ class _ActivationSlots:
         """Position of the first use at or after ``position``; very large if there is none."""
         return next((use for use in self._uses[boundary] if use >= position), 2**62)
 
-    def take(self, boundary: tuple[int, int], position: int, pinned: set[tuple[int, int]]) -> tuple[int, tuple[int, int] | None]:
+    def take(
+        self, boundary: tuple[int, int], position: int, pinned: set[tuple[int, int]]
+    ) -> tuple[int, tuple[int, int] | None]:
         """A slot for ``boundary``, and the activation that must be spilled from it first, if any."""
         victim: tuple[int, int] | None = None
         if self.free:
@@ -318,7 +320,9 @@ class _ActivationSlots:
         else:
             candidates = [other for other in self.slot_of if other not in pinned]
             if not candidates:
-                raise ValueError(f"activation slots: {len(self.slot_of)} are too few; at least {MIN_ACTIVATION_SLOTS} are needed")
+                raise ValueError(
+                    f"activation slots: {len(self.slot_of)} are too few; at least {MIN_ACTIVATION_SLOTS} are needed"
+                )
             victim = max(candidates, key=lambda other: (self.next_use(other, position), other))
             slot = self.slot_of.pop(victim)
             self.spilled.add(victim)
@@ -344,6 +348,17 @@ def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
     if visit.phase is not Phase.LOSS:
         boundaries.append((visit.stage, micro_batch))
     return boundaries
+
+
+class _Numbers(TypedDict, total=False):
+    """The fields of an :class:`Op` that say to what it does something."""
+
+    stage: int
+    micro_batch: int
+    piece: int
+    slot: int
+    output_slot: int
+    owner: int
 
 
 class _Builder:
@@ -402,7 +417,10 @@ class _Builder:
         )
 
     def next_other_stage(self, index: int) -> int | None:
-        """The stage visited next after the run of visits to this one: its weights are loaded meanwhile. Wraps into the next step."""
+        """The stage visited next after the run of visits to this one, whose weights are loaded meanwhile.
+
+        Wraps into the next step.
+        """
         stage = self.visits[index].stage
         if index and self.visits[index - 1].stage == stage:
             return None  # loaded when the run began
@@ -412,13 +430,16 @@ class _Builder:
     def emit(
         self,
         kind: Kind,
+        common: _Numbers | None = None,
         *,
         reads: Sequence[Resource] = (),
         writes: Sequence[Resource] = (),
         refresh: tuple[int, ...] = (),
-        **fields: int,
+        **fields: Unpack[_Numbers],
     ) -> None:
-        self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **fields))
+        """Append an op. ``common`` and ``fields`` are its numbers, by the names that :class:`Op` gives them."""
+        numbers: _Numbers = {**(common or {}), **fields}
+        self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **numbers))
 
     def load(self, stage: int) -> None:
         """Read a stage's weights, unless its buffer holds them."""
@@ -438,8 +459,9 @@ class _Builder:
             staging = Resource(Part.STAGING, slot)
             # A chunk turns to its new slot as a whole, so a piece may be read once all of its chunk has been written.
             chunk = self.pieces_of_chunk[owner][self.stages[owner].chunks[piece]]
-            self.emit(Kind.READ_WEIGHTS, reads=chunk, writes=(staging,), stage=stage, owner=owner, piece=piece, slot=slot)
-            self.emit(Kind.MERGE, reads=(staging, weights), stage=stage, owner=owner, piece=piece, slot=slot)
+            common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
+            self.emit(Kind.READ_WEIGHTS, common, reads=chunk, writes=(staging,))
+            self.emit(Kind.MERGE, common, reads=(staging, weights))
 
     def visit(self, index: int, visit: Visit) -> None:
         stage = visit.stage
@@ -467,15 +489,17 @@ class _Builder:
         resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
         input_slot = slots[0] if stage > 0 else -1
         output_slot = slots[-1] if visit.phase is not Phase.LOSS else -1
-        common = {"stage": stage, "micro_batch": micro_batch, "slot": input_slot, "output_slot": output_slot}
+        common: _Numbers = {"stage": stage, "micro_batch": micro_batch, "slot": input_slot, "output_slot": output_slot}
         if visit.phase is Phase.FORWARD:
-            self.emit(Kind.FORWARD, reads=(weights, *resources[:-1]), writes=resources[-1:], **common)
+            self.emit(Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:])
         else:
             gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
-            loans = [Resource(Part.LOAN, owner) for owner in sorted({owner for owner, _ in self.stages[stage].borrowed})]
+            lenders = sorted({owner for owner, _ in self.stages[stage].borrowed})
+            loans = [Resource(Part.LOAN, owner) for owner in lenders]
             kind = Kind.LOSS if visit.phase is Phase.LOSS else Kind.BACKWARD
             # The gradient of a stage's input takes the place of that input.
-            self.emit(kind, reads=(weights, *resources), writes=(gradient, *loans, *resources[: 1 if stage > 0 else 0]), **common)
+            changed = resources[: 1 if stage > 0 else 0]
+            self.emit(kind, common, reads=(weights, *resources), writes=(gradient, *loans, *changed))
             if stage > 0:
                 self.activations.saved.discard(boundaries[0])
             if visit.phase is Phase.BACKWARD:
@@ -512,7 +536,7 @@ class _Builder:
         return slot
 
     def prefetch_activations(self, current: set[tuple[int, int]]) -> None:
-        """Bring what the next computation needs while this one runs, if that displaces nothing that is needed sooner."""
+        """Bring what the next computation needs while this one runs, if that displaces nothing needed sooner."""
         if self.position + 1 >= len(self.computations):
             return
         upcoming = _touched(*self.computations[self.position + 1])
@@ -554,26 +578,21 @@ class _Builder:
             states = Resource(Part.STATE_SLOT, slot)
             stored = Resource(Part.STATE, stage, piece)
             newest = Resource(Part.CHUNK, stage, chunk)
-            refresh = tuple(keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed)
+            refresh = tuple(
+                keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
+            )
             refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
             if chunk != opened:
                 opened = chunk
-                self.emit(Kind.OPEN_CHUNK, reads=self.pieces_of_chunk[stage][chunk], writes=(newest,), stage=stage, piece=piece)
-            self.emit(Kind.READ_STATES, reads=(stored, newest), writes=(states,), stage=stage, piece=piece, slot=slot)
-            self.emit(
-                Kind.UPDATE, reads=(gradient,), writes=(states, *refreshed), stage=stage, piece=piece, slot=slot, refresh=refresh
-            )
-            self.emit(
-                Kind.WRITE_STATES,
-                reads=(states, Resource(Part.COMMIT, 0)),
-                writes=(stored,),
-                stage=stage,
-                piece=piece,
-                slot=slot,
-            )
+                pieces = self.pieces_of_chunk[stage][chunk]
+                self.emit(Kind.OPEN_CHUNK, reads=pieces, writes=(newest,), stage=stage, piece=piece)
+            common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
+            self.emit(Kind.READ_STATES, common, reads=(stored, newest), writes=(states,))
+            self.emit(Kind.UPDATE, common, reads=(gradient,), writes=(states, *refreshed), refresh=refresh)
+            self.emit(Kind.WRITE_STATES, common, reads=(states, Resource(Part.COMMIT, 0)), writes=(stored,))
 
     def keepers(self, index: int, stage: int) -> tuple[int, ...]:
-        """Stages in whose buffers the weights of ``stage`` stay for the next visit: itself, and borrowers of its tensors.
+        """Stages in whose buffers the weights of ``stage`` stay for the next visit: itself, borrowers of its tensors.
 
         A buffer that is taken by another stage before that loses them now: they will be read again.
         """

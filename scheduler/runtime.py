@@ -642,6 +642,7 @@ class Runtime:
         self._engine.write(*place, source).add_done_callback(_Join(1, noted).part)
 
     def _fetch(self, item: Item, buffer: int, place: tuple[Path, int], target: Tensor, done: Done) -> None:
+        self._manager.expire(item)  # nobody may have taken its former slot yet
         self._manager.fill(item, buffer, target.nbytes)
         noted = _then(done, lambda: self._manager.filled(item))
         self._engine.read(*place, target).add_done_callback(_Join(1, noted).part)

@@ -71,7 +71,7 @@ class Lease:
 
 
 class Arena:
-    """A fixed mapping with first-fit leases. Not thread-safe: leases are taken and closed by the thread that sets a run up."""
+    """A fixed mapping with first-fit leases. Not thread-safe: the thread that sets a run up takes and closes them."""
 
     def __init__(self, capacity_bytes: int) -> None:
         """Map ``capacity_bytes`` (rounded up to 4096). Raises BudgetError if the system refuses the mapping."""

@@ -1,4 +1,4 @@
-"""Every error that the tiers raise. A refusal (exit code 2) happens before anything was changed; a failure (exit code 1) after.
+"""Every error that the tiers raise: refusals (exit code 2), before anything was changed, and failures (exit code 1).
 
 Each class is also the builtin that it resembles, so callers who don't know hoist can still catch it.
 """

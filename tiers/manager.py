@@ -205,7 +205,9 @@ class Manager:
         with self._lock:
             record = self._records.get(item)
             state = self._state(item, record)
-            if state is not State.STORED and not (state is State.CLEAN and record is not None and record.buffer == buffer):
+            if state is not State.STORED and not (
+                state is State.CLEAN and record is not None and record.buffer == buffer
+            ):
                 raise self._refuse(item, state, "fill")
             record = self._enter(item, record, buffer, num_bytes, "fill")
             record.parts, record.fresh = parts, True
@@ -272,7 +274,7 @@ class Manager:
         """What NVMe will hold is newer than the buffer: CLEAN -> STORED. Nothing to do if STORED or FILLING."""
         with self._lock:
             record = self._records.get(item)
-            if record is None or record.state is State.FILLING:
+            if record is None or record.state in (State.FILLING, State.STORED):
                 return
             self._require(item, "expire", State.CLEAN)
             self._evict(item, record, "expire")

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,14 +73,14 @@ def train(
         ),
     ] = None,
     token_bytes: Annotated[
-        int | None, typer.Option(metavar="2|4", rich_help_panel=_WHAT, help="Bytes of an id in .bin files. Default 2.")
+        str | None, typer.Option(metavar="2|4", rich_help_panel=_WHAT, help="Bytes of an id in .bin files. Default 2.")
     ] = None,
     order: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
     ] = None,
     dropout: Annotated[
-        float | None,
+        str | None,
         typer.Option(metavar="P", rich_help_panel=_WHAT, help="Instead of every dropout probability of the model."),
     ] = None,
     attention: Annotated[
@@ -98,26 +98,26 @@ def train(
         bool | None, typer.Option("--fresh", rich_help_panel=_RUN, help="Start over in an existing store.")
     ] = None,
     steps: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="N", rich_help_panel=_RUN,
             help="Steps of the whole run, counted from its first; 0 only makes the store. Default 1000.",
         ),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Tokens of a row. Default 1024.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Tokens of a row. Default 1024.")
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Rows of a micro-batch. Default 2.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Rows of a micro-batch. Default 2.")
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
     ] = None,
     commit_every: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Steps between commits. Default 10.")
+        str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Steps between commits. Default 10.")
     ] = None,
     seed: Annotated[
-        int | None,
+        str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
     ] = None,
     metrics: Annotated[
@@ -132,14 +132,14 @@ def train(
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="Peak learning rate. Default 1e-4.")
+        str | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="Peak learning rate. Default 1e-4.")
     ] = None,
     lr_schedule: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_OPTIMIZER, help="constant (default), linear or cosine."),
     ] = None,
     warmup_steps: Annotated[
-        int | None,
+        str | None,
         typer.Option(metavar="N", rich_help_panel=_OPTIMIZER, help="Steps of linear rise before that. Default 0."),
     ] = None,
     betas: Annotated[
@@ -147,10 +147,10 @@ def train(
         typer.Option(metavar="X,X", rich_help_panel=_OPTIMIZER, help="AdamW's decay rates. Default 0.9,0.95."),
     ] = None,
     eps: Annotated[
-        float | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="AdamW's epsilon. Default 1e-8.")
+        str | None, typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="AdamW's epsilon. Default 1e-8.")
     ] = None,
     weight_decay: Annotated[
-        float | None,
+        str | None,
         typer.Option(metavar="X", rich_help_panel=_OPTIMIZER, help="AdamW's decoupled weight decay. Default 0."),
     ] = None,
     no_decay_norms: Annotated[
@@ -182,7 +182,7 @@ def train(
         typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="I/O engine: auto (default), direct or kvikio."),
     ] = None,
     max_chunk_elements: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="N", rich_help_panel=_MACHINE,
             help="Largest chunk of a new store in elements, a multiple of 4096. Default 8388608.",
@@ -190,19 +190,16 @@ def train(
     ] = None,
 ) -> int:
     """Train a model whose states live on NVMe. Without options: a small one, on text that is already here."""
+    # Numbers stay text here: `options.py` reads them, whose refusals name the value.
     given = {name: value for name, value in locals().items() if value not in (None, []) and name != "config"}
     return _train(given, config)
 
 
-def _train(given: dict[str, Any], config: Path | None) -> int:
-    from hoist.tools.options import TrainOptions, parse_betas
+def _train(given: Mapping[str, Any], config: Path | None) -> int:
+    from hoist.tools.options import TrainOptions
     from hoist.tools.show import Display
     from hoist.tools.train import train as run
 
-    if "betas" in given:
-        given["betas"] = parse_betas(given["betas"])
-    if "data" in given:
-        given["data"] = tuple(given["data"])
     options = TrainOptions.make(config=config, command_line=given)
     with Display(Console()) as display:
         end = run(options, display)

@@ -162,8 +162,13 @@ class TrainOptions:
 
     @classmethod
     def make(cls, *, config: Path | None, command_line: Mapping[str, Any]) -> Self:
-        """Options from a TOML file and, stronger, the command line. If neither names a model: DEFAULT_JOB."""
-        given = {**({} if config is None else read_toml(config)), **command_line}
+        """Options from a TOML file and, stronger, the command line. If neither names a model: DEFAULT_JOB.
+
+        Values of the command line are text, or tuples of text, or True for flags.
+        """
+        hints = _hints()
+        told = {name: _from_text(name, value, hints[name]) for name, value in command_line.items()}
+        given = {**({} if config is None else read_toml(config)), **told}
         defaults = {} if "model" in given else DEFAULT_JOB
         return cls(**{**defaults, **given}, given=frozenset(given))
 
@@ -235,7 +240,35 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse_betas(text: str) -> tuple[float, float]:
+def _hints() -> dict[str, Any]:
+    """Types of the options that a user can give."""
+    return {name: hint for name, hint in typing.get_type_hints(TrainOptions).items() if name != "given"}
+
+
+def _from_text(name: str, value: Any, hint: Any) -> Any:
+    """A value of the command line as its option's type. Raises ConfigError."""
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, (list, tuple)) else value
+    kind = _kind(hint)
+    if name == "betas":
+        return _parse_betas(value)
+    if kind is int or kind is float:
+        try:
+            return kind(value)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{flag(name)}: {value!r} is not {what}") from None
+    return value
+
+
+def _kind(hint: Any) -> Any:
+    """The type behind ``X | None`` and ``Literal``."""
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in get_args(hint) if option is not types.NoneType)
+    return str if get_origin(hint) is Literal else hint
+
+
+def _parse_betas(text: str) -> tuple[float, float]:
     """``0.9,0.95`` as two numbers. Raises ConfigError."""
     try:
         first, second = (float(part) for part in text.split(","))
@@ -259,7 +292,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}; give a TOML file that you may read") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: is not TOML ({error}); write lines like steps = 100") from error
-    hints = {name: hint for name, hint in typing.get_type_hints(TrainOptions).items() if name != "given"}
+    hints = _hints()
     values: dict[str, Any] = {}
     for key, value in document.items():
         name = key.replace("-", "_")
@@ -282,13 +315,10 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     Raises TypeError that says what the value must be.
     """
     if name == "betas" and isinstance(value, str):
-        return parse_betas(value)
+        return _parse_betas(value)
     if name == "data" and isinstance(value, str):
         return (value,)
-    options = [option for option in get_args(hint) if option is not types.NoneType]
-    expected = options[0] if isinstance(hint, types.UnionType) else hint
-    if get_origin(expected) is Literal:
-        expected = str
+    expected = _kind(hint)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is float:
         if is_number and math.isfinite(value):

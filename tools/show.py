@@ -189,7 +189,7 @@ def _outcome(end: RunEnd) -> str:
 
 
 def _row(step_width: int, *cells: str) -> str:
-    widths = (step_width, 8, 7, 7, 8, 9, 9, 9, 7)
+    widths = (step_width, 7, 7, 7, 8, 9, 9, 9, 7)
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 

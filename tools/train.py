@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hoist.scheduler.creation import Source, create_store, initialised
-from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
@@ -80,7 +80,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
     """Run training as told. Raises HoistError with one line; the store is then at its last commit, or as before."""
     with ExitStack() as cleanup:
         stop = cleanup.enter_context(Stop())
-        with choose_engine(options.io) as engine:
+        with _engine(options.io) as engine:
             run = _prepare(options, engine, report, stop)
             options = run.options
             if run.found is not None and run.step >= options.steps:
@@ -127,7 +127,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
-        model = split(build_model(source.config, attention=options.attention, dropout=options.dropout))
+        model = _staged(options, source)
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
@@ -161,13 +161,29 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
 
 @contextmanager
 def _named(option: str, path: Path) -> Iterator[None]:
-    """Put the option before refusals that begin with the path alone."""
+    """Put the option before refusals that name a path alone."""
     try:
         yield
     except (StoreRefusedError, StoreLockedError) as error:
-        if not str(error).startswith(str(path)):
+        text = str(error)
+        if text.startswith("--"):
             raise
-        raise type(error)(f"{option} {error}") from error
+        raise type(error)(f"{option} {text}" if text.startswith(f"{path}:") else f"{option} {path}: {text}") from error
+
+
+def _engine(kind: str) -> IoEngine:
+    try:
+        return choose_engine(kind)
+    except RefusalError as error:
+        raise RefusalError(f"--io {kind}: {error}") from error
+
+
+def _staged(options: TrainOptions, source: ModelSource) -> StagedModel:
+    try:
+        return split(build_model(source.config, attention=options.attention, dropout=options.dropout))
+    except ModelError as error:
+        advice = "" if ";" in str(error) else "; name another model"
+        raise ModelError(f"--model {options.model}: {error}{advice}") from error
 
 
 def _check_place(directory: Path, options: TrainOptions) -> bool:

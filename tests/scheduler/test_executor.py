@@ -46,7 +46,7 @@ class Gate:
 
 
 class Toy:
-    """Notes when ops begin and end. ``gates`` and ``errors`` are by (step, number of the op in its plan's ``piece``)."""
+    """Notes when ops begin and end. ``gates`` and ``errors`` are by (step, number of the op): its ``piece``."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -159,7 +159,7 @@ def test_each_lane_has_its_thread_and_dependencies_order_them(toy: Toy, executor
 
 
 def test_io_is_concurrent_and_compute_is_in_plan_order(toy: Toy, executor: Executor) -> None:
-    """The second read may end first; the second computation still waits for the first, though it needs only its read."""
+    """The second read may end first; the second computation still waits for the first one."""
     plan = plan_of(
         (Kind.READ_WEIGHTS, "", "a"), (Kind.READ_WEIGHTS, "", "b"), (Kind.BIND, "a", "c"), (Kind.BIND, "b", "d")
     )
@@ -206,7 +206,12 @@ def plan_without_last(linked: LinkedPlan) -> LinkedPlan:
     plan = linked.plan
     return link(
         Plan(
-            name=plan.name, ops=plan.ops[:-1], num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=()
+            name=plan.name,
+            ops=plan.ops[:-1],
+            num_micro_batches=1,
+            cold=True,
+            scratch_activations=(),
+            scratch_gradients=(),
         )
     )
 
@@ -286,7 +291,8 @@ def test_an_error_of_any_lane_reaches_the_next_call_with_the_op(toy: Toy, execut
         executor.run(plan, 1)
     assert caught.value.__notes__ == [f"while executing {kind.name.lower()}(stage 0, piece 0)"]
     assert not toy.began(1, 1)
-    for call in (lambda: executor.run(plan, 2), executor.drain):
+    calls: tuple[Callable[[], object], ...] = (lambda: executor.run(plan, 2), executor.drain)
+    for call in calls:
         with pytest.raises(OSError, match="the drive is gone") as again:
             call()
         assert len(again.value.__notes__) == 1
@@ -310,7 +316,7 @@ def test_an_error_while_starting_io_is_an_error_of_the_op(toy: Toy, executor: Ex
 
 def test_nothing_new_starts_after_an_error(toy: Toy, executor: Executor) -> None:
     """What was held at the time of the error still ends; what waited for it does not begin, in no lane."""
-    followers = [(kind, "a", str(number)) for number, kind in enumerate(OF_LANE.values())]
+    followers: list[tuple[Kind, str, str]] = [(kind, "a", str(number)) for number, kind in enumerate(OF_LANE.values())]
     plan = plan_of((Kind.READ_WEIGHTS, "", "a"), (Kind.MERGE, "", "f"), *followers, (Kind.BIND, "", "z"))
     held = toy.gates[1, 0] = Gate()
     toy.errors[1, 1] = RuntimeError("broken")
@@ -386,7 +392,9 @@ def test_an_interrupt_while_the_caller_waits_stops_everything(toy: Toy, executor
 
 
 def test_close_waits_for_io_in_flight_and_starts_nothing(toy: Toy, executor: Executor) -> None:
-    plan = plan_of((Kind.BIND, "", "z"), (Kind.WRITE_STATES, "", "a"), (Kind.WRITE_STATES, "a", "b"), (Kind.MERGE, "a", "c"))
+    plan = plan_of(
+        (Kind.BIND, "", "z"), (Kind.WRITE_STATES, "", "a"), (Kind.WRITE_STATES, "a", "b"), (Kind.MERGE, "a", "c")
+    )
     gate = toy.gates[1, 1] = Gate()
     executor.run(plan, 1)
     assert gate.begun.wait(PATIENCE)

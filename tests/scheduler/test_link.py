@@ -16,9 +16,7 @@ def op(*, reads: tuple[Resource, ...] = (), writes: tuple[Resource, ...] = ()) -
 
 
 def plan_of(*ops: Op) -> Plan:
-    return Plan(
-        name="toy", ops=ops, num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=()
-    )
+    return Plan(name="toy", ops=ops, num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=())
 
 
 def waits(linked: LinkedPlan) -> list[set[int]]:
@@ -61,7 +59,9 @@ def test_a_plan_that_only_reads_joins_to_a_writer() -> None:
 
 
 _resources = st.lists(st.sampled_from((A, B, C)), max_size=2, unique=True).map(tuple)
-_ops = st.lists(st.builds(lambda reads, writes: op(reads=reads, writes=writes), _resources, _resources), min_size=1, max_size=8)
+_ops = st.lists(
+    st.builds(lambda reads, writes: op(reads=reads, writes=writes), _resources, _resources), min_size=1, max_size=8
+)
 
 
 def reachable(pairs: set[tuple[int, int]], count: int) -> set[tuple[int, int]]:
@@ -77,7 +77,7 @@ def reachable(pairs: set[tuple[int, int]], count: int) -> set[tuple[int, int]]:
 @settings(deadline=None)
 @given(first=_ops, second=_ops)
 def test_two_steps_joined_are_ordered_as_one_long_plan(first: list[Op], second: list[Op]) -> None:
-    """Specification: two ops are ordered exactly if a chain of conflicts (a write of what the other uses) joins them."""
+    """Specification: two ops are ordered exactly if a chain of conflicts (one writes what the other uses) joins them."""
     count = len(first) + len(second)
     whole = first + second
     conflicts = {

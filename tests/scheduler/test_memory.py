@@ -135,7 +135,9 @@ def test_the_refusal_names_the_terms() -> None:
     with pytest.raises(BudgetError) as caught:
         divide(uniform(4), budget_bytes=20 * MIB)
     message = str(caught.value)
-    assert message.startswith("--host-memory: 20.0 MiB is too small; at least 43.1 MiB are needed (weight buffers 15.0 MiB, ")
+    assert message.startswith(
+        "--host-memory: 20.0 MiB is too small; at least 43.1 MiB are needed (weight buffers 15.0 MiB, "
+    )
     assert "workspace of a stage 5.0 MiB" in message
 
 
@@ -222,7 +224,13 @@ def test_with_plenty_of_memory_nothing_is_spilled_or_read_twice() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "configured", "expected"),
-    [((100, 5000), 2**20, 8192), ((2**22,), 2**20, 2**20), ((0,), 2**20, 4096), ((), 2**20, 4096), ((4096,), 4096, 4096)],
+    [
+        ((100, 5000), 2**20, 8192),
+        ((2**22,), 2**20, 2**20),
+        ((0,), 2**20, 4096),
+        ((), 2**20, 4096),
+        ((4096,), 4096, 4096),
+    ],
 )
 def test_piece_limit(chunks: tuple[int, ...], configured: int, expected: int) -> None:
     assert piece_limit(chunks, configured) == expected

@@ -70,8 +70,14 @@ def test_losses_weights_and_moments_equal_the_plain_loop(family: str, plan: Orde
 
 @pytest.mark.parametrize(
     ("family", "plan", "num_micro_batches"),
-    [("gpt2", "vertical", 1), ("gemma2", "vertical", 2), ("llama", "vertical", 7)]
-    + [("gemma2", "horizontal", 1), ("llama", "horizontal", 2), ("gpt2", "horizontal", 7)],
+    [
+        ("gpt2", "vertical", 1),
+        ("gemma2", "vertical", 2),
+        ("llama", "vertical", 7),
+        ("gemma2", "horizontal", 1),
+        ("llama", "horizontal", 2),
+        ("gpt2", "horizontal", 7),
+    ],
 )
 def test_any_number_of_micro_batches(family: str, plan: Order, num_micro_batches: int, tmp_path: Path) -> None:
     check(tmp_path, family, plan, num_micro_batches)
@@ -119,7 +125,12 @@ def test_any_budget_and_piece(plan: Order, budget_factor: float, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("family", "plan", "budget_factor"),
-    [("llama", "vertical", 1.0), ("gpt2", "vertical", 50.0), ("gemma2", "horizontal", 1.0), ("llama", "horizontal", 50.0)],
+    [
+        ("llama", "vertical", 1.0),
+        ("gpt2", "vertical", 50.0),
+        ("gemma2", "horizontal", 1.0),
+        ("llama", "horizontal", 50.0),
+    ],
 )
 def test_micro_batches_of_different_shapes(family: str, plan: Order, budget_factor: float, tmp_path: Path) -> None:
     shapes = [[(2, 12), (1, 7), (2, 9)], [(1, 2)], [(2, 12), (2, 12)], [(1, 5), (2, 12), (1, 12)]]

@@ -61,9 +61,7 @@ def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
             chunks += [chunk] * draw(st.integers(1, 3))
         lendable = [(owner, piece) for owner, shape in enumerate(shapes) for piece in range(shape.num_pieces)]
         lent = draw(st.lists(st.sampled_from(lendable), max_size=3, unique=True)) if lendable else []
-        shapes.append(
-            StageShape(chunks=tuple(chunks), has_frozen=draw(st.booleans()), borrowed=tuple(sorted(lent)))
-        )
+        shapes.append(StageShape(chunks=tuple(chunks), has_frozen=draw(st.booleans()), borrowed=tuple(sorted(lent))))
     return tuple(shapes)
 
 
@@ -81,11 +79,9 @@ def test_every_op_finds_what_it_needs(
         states=data.draw(st.integers(1, 4), label="states"),
         activations=data.draw(st.integers(MIN_ACTIVATION_SLOTS, 12), label="activations"),
     )
-    num_micro_batches = data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=4), label="micro-batches of each step")
+    num_micro_batches = data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=4), label="micro-batches")
     simulation = Simulation(shapes, buffers, seed=seed)
-    plans = [
-        link(make(shapes, number, buffers, cold=step == 0)) for step, number in enumerate(num_micro_batches)
-    ]
+    plans = [link(make(shapes, number, buffers, cold=step == 0)) for step, number in enumerate(num_micro_batches)]
     simulation.run(plans, commits=data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans))))
     for step in range(len(plans)):
         for stage, shape in enumerate(shapes):
@@ -111,7 +107,7 @@ def test_the_simulator_sees_a_missing_dependency() -> None:
 
 
 def test_a_chunk_is_read_from_its_new_slot_only_once_all_of_it_is_written() -> None:
-    """Few pieces and many slots: without OPEN_CHUNK, the next step reads states while the chunk's last piece is written."""
+    """Few pieces, many slots: without OPEN_CHUNK, the next step reads states while the last piece is written."""
     shapes = (StageShape(chunks=()), StageShape(chunks=(0, 0, 0)))
     buffers = buffers_for(2, states=4)
     for seed in range(40):
@@ -169,7 +165,7 @@ def test_resident_stages_are_not_read_again(resident: int) -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
 def test_horizontal_traffic_grows_with_micro_batches(num_micro_batches: int) -> None:
-    """Weights are read for every micro-batch (no turn of the step is shorter than the model), gradients travel between."""
+    """Weights are read for every micro-batch; gradients travel between."""
     num_stages = 6
     shapes = (StageShape(chunks=(0,)),) * num_stages
     plan = horizontal(shapes, num_micro_batches, buffers_for(num_stages), cold=False)
@@ -224,7 +220,7 @@ def test_at_least_one_slot(field: str) -> None:
 
 
 def test_too_few_activation_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match=f"activation slots: 1 are too few; at least {MIN_ACTIVATION_SLOTS} are needed"):
+    with pytest.raises(ValueError, match=f"1 are too few; at least {MIN_ACTIVATION_SLOTS} are needed"):
         vertical((StageShape(chunks=(0,)),) * 4, 4, buffers_for(4, activations=1), cold=True)
 
 

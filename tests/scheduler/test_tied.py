@@ -105,8 +105,13 @@ def check_one_micro_batch(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "plan", "budget_factor"),
-    [("llama", "vertical", 1.0), ("opt", "vertical", 1.5), ("opt", "vertical", 50.0), ("llama", "horizontal", 50.0)]
-    + [("opt", "horizontal", 1.0)],
+    [
+        ("llama", "vertical", 1.0),
+        ("opt", "vertical", 1.5),
+        ("opt", "vertical", 50.0),
+        ("llama", "horizontal", 50.0),
+        ("opt", "horizontal", 1.0),
+    ],
 )
 def test_many_micro_batches_equal_sums_made_apart(
     family: str, plan: Order, budget_factor: float, tmp_path: Path

@@ -7,6 +7,8 @@ forward and backward on random values, kernels' own scratch included.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +21,17 @@ from hoist.scheduler import workspace
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.models import build_model
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
+from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 
 VOCAB = 3001
 ROWS, TOKENS = 2, 96
+_SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}
+_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 192, "n_head": 6, "n_positions": 128}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(
-        vocab_size=VOCAB, hidden_size=192, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=3, intermediate_size=512
-    ),
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=192, n_layer=1, n_head=6, n_positions=128, bos_token_id=1, eos_token_id=2),
-    "gemma2": Gemma2Config(
-        vocab_size=VOCAB, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=32,
-        intermediate_size=512, sliding_window=32,
-    ),
-}  # fmt: skip
+    "llama": LlamaConfig(**_SHAPE, num_hidden_layers=1, num_key_value_heads=3),
+    "gpt2": GPT2Config(**_GPT2, n_layer=1, bos_token_id=1, eos_token_id=2),
+    "gemma2": Gemma2Config(**_SHAPE, num_hidden_layers=2, num_key_value_heads=3, head_dim=32, sliding_window=32),
+}
 
 
 def batch_of(seed: int, *, rows: int = ROWS, tokens: int = TOKENS) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tenso
     embed.unbind(forget=True)
     values = {name: torch.randn(staged.tensor(name)[1].shape, generator=generator) * 0.1 for name in names}
     stage.bind(values)
-    sums = {}
+    sums: dict[Tensor, Target] = {}
     for parameter in stage.parameters().values():
         parameter.register_post_accumulate_grad_hook(_drop)
         sums[parameter] = Target(torch.zeros(parameter.shape), lambda: True)
@@ -60,7 +60,8 @@ def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tenso
     try:
         for recording in (False, True):  # the first run makes what is made once
             source.grad = None
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=recording) as profiler:
+            recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if recording else nullcontext()
+            with recorder as profiler:
                 if isinstance(stage, HeadStage):
                     with direct:
                         loss = stage.forward(source, batch, context, 7)
@@ -73,6 +74,7 @@ def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tenso
                     del output
     finally:
         stage.unbind(forget=True)
+    assert profiler is not None
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
@@ -103,7 +105,7 @@ def test_the_estimate_does_not_depend_on_values(family: str) -> None:
 
 
 def test_equal_layers_need_the_same_and_larger_batches_more() -> None:
-    staged = split(build_model(CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_diff_dict(), "num_hidden_layers": 3})))
+    staged = split(build_model(LlamaConfig(**{**CONFIGS["llama"].to_diff_dict(), "num_hidden_layers": 3})))
     small = workspace.measure(staged, batch_of(0, tokens=24))
     large = workspace.measure(staged, batch_of(0, tokens=48))
     assert len(set(small.stages[1:4])) == 1
@@ -113,9 +115,9 @@ def test_equal_layers_need_the_same_and_larger_batches_more() -> None:
 
 def test_measuring_takes_no_memory_for_weights() -> None:
     """A layer of 200M parameters is measured in less memory than one of its weights takes."""
-    from hoist.tiers.footprint import PeakSampler, anonymous_bytes
-
-    config = LlamaConfig(vocab_size=64, hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, intermediate_size=11008)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, intermediate_size=11008
+    )
     staged = split(build_model(config))
     tokens = torch.zeros((1, 8), dtype=torch.int64)
     workspace.measure(split(build_model(CONFIGS["llama"])), batch_of(0))  # what is made once

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedModel
 
 from hoist.scheduler.config import Order, TrainerConfig
-from hoist.scheduler.creation import create_store
+from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
@@ -119,14 +119,14 @@ def job(plan: Order, num_micro_batches: int = 3) -> Job:
     )
 
 
-def create(what: Job, directory: Path, engine: IoEngine) -> None:
-    """Make the job's store, at step 0, and close it."""
+def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | None = None) -> None:
+    """Make the job's store, at step 0, and close it. ``source``: other weights than the job's."""
     create_store(
         directory,
         model=what.staged,
         setup=what.setup,
         engine=engine,
-        source=from_weights(what.weights),
+        source=source or from_weights(what.weights),
         attributes={"test": True},
     ).close()
 
@@ -140,7 +140,7 @@ def go_on(
     upto: int = NUM_STEPS,
     trainer_kind: type[Trainer] = Trainer,
     store_kind: type[Store] = Store,
-    validate: bool = True,
+    validate: bool = False,
 ) -> list[float]:
     """Open the store, train to the end of step ``upto``, commit. ``losses`` gets each step's as it ends."""
     losses = [] if losses is None else losses

@@ -126,7 +126,9 @@ class Simulation:
         """End an op: what it read must still be there, what it writes is there from now on."""
         for place, content in flight.reads.items():
             if place not in flight.writes and self.content.get(place) != content:
-                raise WrongContentError(f"{flight.op}: {place} changed from {content} to {self.content.get(place)} under it")
+                raise WrongContentError(
+                    f"{flight.op}: {place} changed from {content} to {self.content.get(place)} under it"
+                )
         for place in flight.writes:
             if self.content.get(place) != TORN:
                 raise WrongContentError(f"{flight.op}: another op wrote {place} at the same time")

@@ -1,4 +1,4 @@
-"""The arena: leases are aligned and apart, exact fits fit, what does not fit takes nothing, memory is private and freed."""
+"""The arena: leases are aligned and apart, exact fits fit, a refusal takes nothing, memory is private and freed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_capacity_is_refused(capacity_bytes: int) -> None:
 
 
 def test_a_mapping_that_the_system_refuses_is_a_budget_error() -> None:
-    with pytest.raises(BudgetError, match="host memory: the system refused a mapping of .* give a smaller --host-memory"):
+    with pytest.raises(BudgetError, match=r"the system refused a mapping of .* give a smaller --host-memory"):
         Arena(2**60)
 
 

@@ -126,10 +126,10 @@ def test_kinds_can_be_on_another_tier() -> None:
 
 def test_the_only_copy_is_not_overwritten(manager: Manager) -> None:
     manager.create(ACTIVATIONS[0], 0, 64)
-    with pytest.raises(ResidencyError, match=r"activation \(0, 0\) is dirty: not allowed: create of activation \(0, 1\)"):
+    with pytest.raises(ResidencyError, match=r"\(0, 0\) is dirty: not allowed: create of activation \(0, 1\)"):
         manager.create(ACTIVATIONS[1], 0, 64)
     manager.write(ACTIVATIONS[0])
-    with pytest.raises(ResidencyError, match="is writing: not allowed: (create|fill) of .*, which takes its buffer 0"):
+    with pytest.raises(ResidencyError, match=r"is writing: not allowed: (create|fill) of .*, which takes its buffer 0"):
         manager.create(ACTIVATIONS[1], 0, 64)
     with pytest.raises(ResidencyError, match="is writing: not allowed: modify"):
         manager.modify(ACTIVATIONS[0])
@@ -140,14 +140,14 @@ def test_weights_in_use_are_not_taken_or_changed(manager: Manager) -> None:
     manager.fill(WEIGHTS[0], 0, 10)
     with pytest.raises(ResidencyError, match="is filling: not allowed: bind"):
         manager.bind(WEIGHTS[0])
-    with pytest.raises(ResidencyError, match="is filling: not allowed: (create|fill) of .*, which takes its buffer 0"):
+    with pytest.raises(ResidencyError, match=r"is filling: not allowed: (create|fill) of .*, which takes its buffer 0"):
         manager.fill(WEIGHTS[1], 0, 10)
     manager.filled(WEIGHTS[0])
     manager.bind(WEIGHTS[0])
     for asked in (manager.refresh, manager.expire, manager.bind):
         with pytest.raises(ResidencyError, match="is bound: not allowed"):
             asked(WEIGHTS[0])
-    with pytest.raises(ResidencyError, match="is bound: not allowed: (create|fill) of .*, which takes its buffer 0"):
+    with pytest.raises(ResidencyError, match=r"is bound: not allowed: (create|fill) of .*, which takes its buffer 0"):
         manager.fill(WEIGHTS[1], 0, 10)
 
 

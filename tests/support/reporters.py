@@ -1,0 +1,49 @@
+"""Reporters that record what a run tells, and that send signals at a chosen moment."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.report import RunStart
+
+
+@dataclass(kw_only=True, slots=True)
+class Recorder:
+    """A `Reporter` that keeps everything; ``at`` is called with each moment's name, like ``step 3`` or ``plan``."""
+
+    at: Callable[[str], None] = lambda moment: None
+    notices: list[str] = field(default_factory=list)
+    preparations: list[str] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
+    steps: list[StepMetrics] = field(default_factory=list)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        if what not in self.preparations:
+            self.preparations.append(what)
+            self.at(what)
+
+    def plan(self, start: RunStart) -> None:
+        self.starts.append(start)
+        self.at("plan")
+
+    def step(self, metrics: StepMetrics, start: RunStart) -> None:
+        self.steps.append(metrics)
+        self.at(f"step {metrics.step}")
+
+
+def sending(number: signal.Signals, moment: str, *, times: int = 1) -> Recorder:
+    """A recorder that sends this process a signal at one moment."""
+
+    def send(now: str) -> None:
+        if now == moment:
+            for _ in range(times):
+                signal.raise_signal(number)
+
+    return Recorder(at=send)

@@ -1,0 +1,157 @@
+"""A store is resumed as its run was, without naming anything again; what is told otherwise is said."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hoist.tiers.io.direct import DirectEngine
+from hoist.tiers.store import Store
+from tests.support.commands import Job, Result, curve, hoist, make_job, read_metrics, tree
+
+
+@dataclass(kw_only=True, slots=True)
+class Runs:
+    """Trains the same job in several stores."""
+
+    job: Job
+    capfd: pytest.CaptureFixture[str]
+
+    def train(self, store: str, *more: object, **options: object) -> Result:
+        """`hoist train` with all options, or with ``--store`` alone and ``more`` if there are no options."""
+        place = self.job.folder / store
+        arguments = self.job.arguments(*more, store=place, **options) if options else ["train", "--store", place, *more]
+        result = hoist(self.capfd, *arguments, "--metrics", self.metrics(store))
+        assert result.code == 0, result.err
+        assert result.err == ""
+        return result
+
+    def metrics(self, store: str) -> Path:
+        return self.job.folder / f"{store}.jsonl"
+
+    def curve(self, store: str) -> list[tuple[int, float, float, float]]:
+        return curve(self.metrics(store))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runs:
+    return Runs(job=make_job(tmp_path), capfd=capfd)
+
+
+COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "steps": 6}
+
+
+def stopped_at(runs: Runs, store: str, step: int, **options: object) -> None:
+    """A run of ``options`` of which only ``step`` steps are done: a copy of the store as it was then is put back."""
+    from hoist.tools.train import train
+    from tests.support.reporters import sending
+    from tests.tools.test_cli_signals import options as as_options
+
+    import signal
+
+    end = train(
+        as_options(runs.job, store=runs.job.folder / store, metrics=runs.metrics(store), **options),
+        sending(signal.SIGINT, f"step {step}"),
+    )
+    assert end.step == step
+
+
+def test_nothing_needs_to_be_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_at(runs, "parts", 3, **COSINE)
+    monkeypatch.chdir(runs.job.folder)
+    shutil.rmtree(runs.job.model)  # the store has all of it
+    resumed = runs.train("parts")
+    assert "resumed at step 3" in resumed.out
+    assert "note" not in resumed.out
+    runs.job = make_job(runs.job.folder)
+    runs.train("whole", **COSINE)
+    assert runs.curve("parts") == runs.curve("whole")
+    again = runs.train("parts")
+    assert again.out.startswith("done     already: the store is at step 6, and --steps is 6; nothing was changed\n")
+
+
+def test_attention_and_dropout_are_remembered(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "gpt2").mkdir()
+    runs.job = make_job(tmp_path / "gpt2", family="gpt2")
+    settings = {"attention": "eager", "dropout": 0.3, "seed": 5, "order": "shuffle", "steps": 4}
+    stopped_at(runs, "parts", 2, **settings)
+    runs.train("parts")
+    runs.train("whole", **settings)
+    assert runs.curve("parts") == runs.curve("whole")
+    with DirectEngine(num_threads=1) as engine, Store.open(
+        tmp_path / "gpt2" / "parts", engine=engine, writable=False
+    ) as store:
+        assert store.attributes["model"]["attention"] == "eager"
+        assert store.attributes["model"]["dropout"] == 0.3
+
+
+def test_what_is_told_otherwise_is_said(runs: Runs) -> None:
+    runs.train("store", steps=2, **{"lr": 0.01})
+    resumed = runs.train("store", "--steps", 4, "--lr", 0.02, "--order", "shuffle", "--host-memory", "20MiB")
+    notes = [line for line in resumed.out.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note     changed since the last commit: --steps 4 (was 2), --lr 0.02 (was 0.01)",
+        "note     --order: shuffle, stored sequential; windows are numbered anew from place 8",
+    ]
+    assert [lr for *_, lr in runs.curve("store")] == [0.01, 0.01, 0.02, 0.02]
+
+
+def test_another_budget_and_another_cut_of_the_same_step(runs: Runs) -> None:
+    runs.train("whole", steps=4)
+    runs.train("parts", steps=2)
+    runs.train("parts", "--steps", 3, "--host-memory", "2MiB")
+    assert runs.curve("parts") == runs.curve("whole")[:3]
+    runs.train("parts", "--steps", 4, "--micro-batches", 1, "--micro-batch-size", 4)
+    (*_, last), (*_, expected) = runs.curve("parts"), runs.curve("whole")
+    assert last[0] == expected[0]
+    assert last[1:] == pytest.approx(expected[1:], rel=1e-5)
+
+
+def test_fresh(runs: Runs) -> None:
+    runs.train("store", steps=3)
+    first = runs.curve("store")
+    runs.metrics("store").unlink()
+    done = runs.train("store", "--fresh", steps=3)
+    assert "(new)" in done.out
+    assert runs.curve("store") == first
+
+
+def test_no_steps_make_the_store(runs: Runs) -> None:
+    made = runs.train("store", steps=0, data=None)
+    assert made.out.startswith("done     the store is made and holds the initial weights, step 0\n")
+    assert "hoist train --store " in made.out
+    before = tree(runs.job.folder / "store")
+    again = runs.train("store")
+    assert "the store is at step 0, and --steps is 0" in again.out
+    assert tree(runs.job.folder / "store") == before
+    runs.train("store", "--data", runs.job.data, "--steps", 2)
+    runs.train("whole", steps=2)
+    assert runs.curve("store") == runs.curve("whole")
+
+
+def test_totals_are_the_run_s_not_the_call_s(runs: Runs) -> None:
+    runs.train("parts", steps=2)
+    done = runs.train("parts", "--steps", 4)
+    losses = [line["loss"] for line in read_metrics(runs.metrics("parts"))]
+    assert f"loss     {losses[0]:.4f} at step 1, {losses[3]:.4f} at step 4\n" in done.out
+    assert re.search(r"nvme     [\d.]+ MiB read and [\d.]+ MiB written since the store was made\n", done.out)
+    assert "done     2 steps in 0:0" in done.out
+
+
+def test_the_default_job(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of what `hoist train` does without arguments, in two calls."""
+    monkeypatch.chdir(tmp_path)
+    first = hoist(capfd, "train", "--steps", 1)
+    assert first.code == 0, first.err
+    assert {path.name for path in tmp_path.iterdir()} == {"hoist-store", "hoist-store.tokens"}
+    assert "model    tiny: 13,115,648 parameters in 18 stages; weights and Adam moments are 150.1 MiB\n" in first.out
+    assert "budget 32.0 MiB; the states are 4.7 times as large" in first.out
+    assert "go on    hoist train --store hoist-store --steps 2\n" in first.out
+    second = hoist(capfd, "train", "--steps", 2)
+    assert second.code == 0, second.err
+    assert "resumed at step 1" in second.out
+    assert "within the promised 67.2 MiB" in second.out
