@@ -18,8 +18,9 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 STAGING_BYTES = 4
 #: Bytes an element takes in a state slot: weight_hi, weight_lo, exp_avg, exp_avg_sq.
 STATE_BYTES = 12
-#: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
-MIN_PIECE_ELEMENTS = 16 * 4096
+#: Smallest piece that is chosen (elements): below this, requests are too small for a drive, and a plan's ops, some 5 KB
+#: for each piece of the model, would count beside the buffers.
+MIN_PIECE_ELEMENTS = 64 * 4096
 #: Slots of each kind: fewest that work with overlap, and most that are of use.
 MIN_SLOTS = 2
 MAX_SLOTS = 4

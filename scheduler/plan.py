@@ -53,7 +53,7 @@ class Kind(Enum):
     NORM = auto()
     """The gradients of ``stage`` are complete: add what borrowers of its tensors left, and take the sum of squares."""
     OPEN_CHUNK = auto()
-    """Every piece of a chunk (``piece``: its first) has been written: the chunk may be read from its newest slot."""
+    """Every piece of a chunk (``piece``: its last) has been written: the chunk may be read from its newest slot."""
     READ_STATES = auto()
     """NVMe -> state slot: weights and moments of one piece."""
     UPDATE = auto()
@@ -378,6 +378,8 @@ class _Builder:
         self.visits = visits
         self.cold = held is None
         self.ops: list[Op] = []
+        #: Every resource once: a plan has far more ops than resources, and its memory counts against the budget.
+        self.shared: dict[Resource, Resource] = {}
         self.activations = _ActivationSlots(visits, buffers.num_activations)
         self.computations = list(_computations(visits))
         self.position = 0
@@ -439,7 +441,8 @@ class _Builder:
     ) -> None:
         """Append an op. ``common`` and ``fields`` are its numbers, by the names that :class:`Op` gives them."""
         numbers: _Numbers = {**(common or {}), **fields}
-        self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **numbers))
+        read, written = (tuple(self.shared.setdefault(each, each) for each in group) for group in (reads, writes))
+        self.ops.append(Op(kind, read, written, refresh=refresh, **numbers))
 
     def load(self, stage: int) -> None:
         """Read a stage's weights, unless its buffer holds them."""
@@ -458,9 +461,10 @@ class _Builder:
             self.next_staging = (slot + 1) % self.buffers.num_staging
             staging = Resource(Part.STAGING, slot)
             # A chunk turns to its new slot as a whole, so a piece may be read once all of its chunk has been written.
-            chunk = self.pieces_of_chunk[owner][self.stages[owner].chunks[piece]]
+            # That is one op's to wait for: if every piece waited for every other, dependencies would be quadratic.
+            stored = (Resource(Part.STATE, owner, piece), Resource(Part.CHUNK, owner, self.stages[owner].chunks[piece]))
             common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
-            self.emit(Kind.READ_WEIGHTS, common, reads=chunk, writes=(staging,))
+            self.emit(Kind.READ_WEIGHTS, common, reads=stored, writes=(staging,))
             self.emit(Kind.MERGE, common, reads=(staging, weights))
 
     def visit(self, index: int, visit: Visit) -> None:
@@ -571,8 +575,8 @@ class _Builder:
         keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
         self.emit(Kind.NORM, writes=(gradient, *loans), stage=stage)
-        opened = -1
-        for piece, chunk in enumerate(self.stages[stage].chunks):
+        chunks = self.stages[stage].chunks
+        for piece, chunk in enumerate(chunks):
             slot = self.next_state
             self.next_state = (slot + 1) % self.buffers.num_states
             states = Resource(Part.STATE_SLOT, slot)
@@ -582,14 +586,13 @@ class _Builder:
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
             refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
-            if chunk != opened:
-                opened = chunk
-                pieces = self.pieces_of_chunk[stage][chunk]
-                self.emit(Kind.OPEN_CHUNK, reads=pieces, writes=(newest,), stage=stage, piece=piece)
             common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
             self.emit(Kind.READ_STATES, common, reads=(stored, newest), writes=(states,))
             self.emit(Kind.UPDATE, common, reads=(gradient,), writes=(states, *refreshed), refresh=refresh)
             self.emit(Kind.WRITE_STATES, common, reads=(states, Resource(Part.COMMIT, 0)), writes=(stored,))
+            if piece + 1 == len(chunks) or chunks[piece + 1] != chunk:
+                pieces = self.pieces_of_chunk[stage][chunk]
+                self.emit(Kind.OPEN_CHUNK, reads=pieces, writes=(newest,), stage=stage, piece=piece)
 
     def keepers(self, index: int, stage: int) -> tuple[int, ...]:
         """Stages in whose buffers the weights of ``stage`` stay for the next visit: itself, borrowers of its tensors.

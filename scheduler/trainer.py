@@ -25,6 +25,7 @@ from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
+from hoist.tiers import heap
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from hoist.tiers.io.base import IoEngine, IoStatistics
@@ -120,6 +121,7 @@ class Trainer:
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
         """
+        heap.settle()
         expected = [stage.tensors for stage in model.stages]
         stored = [_specs_in(layout.trainable, layout.frozen) for layout in store.layouts]
         if [sorted(map(repr, specs)) for specs in expected] != [sorted(map(repr, specs)) for specs in stored]:
@@ -155,8 +157,8 @@ class Trainer:
             self._places.close()
             raise
         self._executor = Executor(self._runtime)
-        #: Linked plans by (micro-batches, cold).
-        self._plans: dict[tuple[int, bool], LinkedPlan] = {}
+        #: Linked plans of steps that find weights in memory, by number of micro-batches.
+        self._plans: dict[int, LinkedPlan] = {}
         self._position = _Position(
             step=store.record.step, adam_steps=store.record.adam_steps, run=store.record.run
         )
@@ -247,7 +249,7 @@ class Trainer:
         self._executor.drain()
 
     def commit(self) -> None:
-        """Finish every update and make the store's state that of the last step, durably. Does nothing if it is already."""
+        """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
         self._executor.drain()
         record = self._store.record
         if record is None or record.step < self._position.step:
@@ -257,7 +259,7 @@ class Trainer:
         self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
 
     def close(self) -> None:
-        """Stop the lanes and free the memory. What was not committed is lost. Idempotent; store and engine stay open."""
+        """Stop the lanes and free the memory. What was not committed is lost. Idempotent. Store and engine stay."""
         if self._closed:
             return
         self._closed = True
@@ -281,14 +283,16 @@ class Trainer:
         config = self.config
         if not 1 <= len(micro_batches) <= config.num_micro_batches:
             raise ConfigError(
-                f"micro_batches: {len(micro_batches)} given, 1 to {config.num_micro_batches} (num_micro_batches) allowed"
+                f"micro_batches: {len(micro_batches)} given, "
+                f"1 to {config.num_micro_batches} (num_micro_batches) allowed"
             )
         num_items = 0
         for index, batch in enumerate(micro_batches):
             ids, labels = batch["input_ids"], batch["labels"]
             if ids.dim() != 2 or ids.shape != labels.shape:
                 raise ConfigError(
-                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must be [B, S] alike"
+                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
+                    "must be [B, S] alike"
                 )
             if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
                 raise ConfigError(
@@ -301,12 +305,14 @@ class Trainer:
         return num_items
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
-        key = (num_micro_batches, self._cold)
-        if key not in self._plans:
-            make = vertical if self.config.plan == "vertical" else horizontal
-            plan = make(self._shapes, num_micro_batches, self._setup.memory.buffers(), cold=self._cold)
-            self._plans[key] = link(plan)
-        return self._plans[key]
+        kept = self._plans.get(num_micro_batches)
+        if kept is not None and not self._cold:
+            return kept
+        make = vertical if self.config.plan == "vertical" else horizontal
+        plan = link(make(self._shapes, num_micro_batches, self._setup.memory.buffers(), cold=self._cold))
+        if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
+            self._plans[num_micro_batches] = plan
+        return plan
 
     def _reserve_scratch(self) -> None:
         """Files for what a step may spill, so that a full drive is an error now and not during a step."""

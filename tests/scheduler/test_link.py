@@ -77,7 +77,7 @@ def reachable(pairs: set[tuple[int, int]], count: int) -> set[tuple[int, int]]:
 @settings(deadline=None)
 @given(first=_ops, second=_ops)
 def test_two_steps_joined_are_ordered_as_one_long_plan(first: list[Op], second: list[Op]) -> None:
-    """Specification: two ops are ordered exactly if a chain of conflicts (one writes what the other uses) joins them."""
+    """Two ops are ordered exactly if a chain of conflicts (one writes what the other uses) joins them."""
     count = len(first) + len(second)
     whole = first + second
     conflicts = {
