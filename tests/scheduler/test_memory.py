@@ -85,7 +85,7 @@ def test_the_smallest_need_is_the_formula() -> None:
     assert plan.ring_bytes == MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
     assert plan.activation_bytes == MIN_ACTIVATION_SLOTS * 256 * 1024
     assert plan.workspace_bytes == 5 * MIB + 123_456
-    assert plan.need_bytes == (15 + 9 + 9 + 2 + 2 + 1 + 5) * MIB + 123_456
+    assert plan.need_bytes == (15 + 9 + 9 + 2 + 8 + 1 + 5) * MIB + 123_456
     assert (STAGING_BYTES, STATE_BYTES) == (2 + 2, 2 + 2 + 4 + 4)
 
 
