@@ -116,11 +116,6 @@ def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _meet(placed: PlacedTensor, piece: Piece) -> bool:
-    """Whether a part of a tensor lies in a piece of its stage."""
-    return placed.offset < piece.stop and piece.start < placed.offset + placed.spec.num_elements
-
-
 class _Join:
     """Calls ``done`` once when ``count`` futures have ended, with the first error."""
 
@@ -207,7 +202,8 @@ class Runtime:
                 [
                     user
                     for user, own in enumerate(places.stages)
-                    if user == stage or any(lent.owner == stage and _meet(lent.placed, piece) for lent in own.borrowed)
+                    if user == stage
+                    or any(lent.owner == stage and _overlap(piece, lent.placed) for lent in own.borrowed)
                 ]
                 for piece in pieces
             ]

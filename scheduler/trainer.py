@@ -288,6 +288,9 @@ class Trainer:
             )
         num_items = 0
         for index, batch in enumerate(micro_batches):
+            missing = [name for name in ("input_ids", "labels") if name not in batch]
+            if missing:
+                raise ConfigError(f"micro-batch {index}: has no {' and no '.join(missing)}; give both, int64 [B, S]")
             ids, labels = batch["input_ids"], batch["labels"]
             if ids.dim() != 2 or ids.shape != labels.shape:
                 raise ConfigError(

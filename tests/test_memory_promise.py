@@ -27,6 +27,8 @@ INTERVAL_SECONDS = 0.01
 TIMEOUT_SECONDS = 280
 #: What a layer of a few pieces takes beside the buffers: its modules, its place in tables and its ops (docs/tuning.md).
 BOOKKEEPING_BYTES = 200 * 1024
+#: Two runs of the same task differ by up to this much: which thread allocates first decides how the heap lies.
+NOISE_BYTES = 2 * MIB
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -118,19 +120,29 @@ def test_the_peak_stays_below_the_line(directory: Path, rows: int, tokens: int, 
     assert used.reported_peak == pytest.approx(peak, rel=0.10)
 
 
-def test_the_smallest_budget_works_and_does_not_depend_on_the_number_of_layers(directory: Path) -> None:
-    """4, 16 and 64 layers run at the same budget; a layer adds its modules and ops, a fiftieth of its states."""
-    peaks: dict[int, int] = {}
-    budgets: dict[int, int] = {}
-    for layers in (4, 16, 64):
-        place = directory / str(layers)
-        place.mkdir()
-        used, peaks[layers] = run(Task(directory=str(place), hidden=256, layers=layers, vocab=4096, steps=2))
-        shutil.rmtree(place)
-        print(f"{layers} layers: {used}, sampled {peaks[layers] / MIB:.1f} MiB")
-        budgets[layers] = used.budget
-        assert used.need <= used.budget
-        assert peaks[layers] <= used.allowed
-    assert len(set(budgets.values())) == 1
-    for layers in (16, 64):
-        assert peaks[layers] - peaks[4] <= (layers - 4) * BOOKKEEPING_BYTES
+@pytest.fixture(scope="module")
+def with_four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Used, int]:
+    """The smallest budget of four layers, and the peak with it."""
+    place = tmp_path_factory.mktemp("layers")
+    used = run(smallest_task(place, layers=4))
+    shutil.rmtree(place)
+    return used
+
+
+def smallest_task(directory: Path, *, layers: int) -> Task:
+    return Task(directory=str(directory), hidden=256, layers=layers, vocab=4096, steps=2)
+
+
+@pytest.mark.parametrize("layers", [16, 64])
+def test_the_smallest_budget_does_not_depend_on_the_number_of_layers(
+    directory: Path, with_four_layers: tuple[Used, int], layers: int
+) -> None:
+    """It works, and a layer adds its modules, table entries and ops alone: a fiftieth of its states."""
+    fewest, fewest_peak = with_four_layers
+    used, peak = run(smallest_task(directory, layers=layers))
+    for each, seen in ((fewest, fewest_peak), (used, peak)):
+        print(f"{each}, sampled {seen / MIB:.1f} MiB")
+        assert each.need <= each.budget
+        assert seen <= each.allowed
+    assert used.budget == fewest.budget
+    assert peak - fewest_peak <= (layers - 4) * BOOKKEEPING_BYTES + NOISE_BYTES

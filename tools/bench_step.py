@@ -2,7 +2,7 @@
 
 For each shape: hoist's step beside the same computation in memory (plain PyTorch, activation checkpointing, fused
 AdamW) and beside the bytes that the step moves at the bandwidth measured in the same run. The two sides take turns.
-The timeline of the median step says how much of it neither the compute nor the io lane was busy.
+The steps' timelines say for how much of a step neither the compute nor the io lane was busy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import measure_bandwidth
 from hoist.tools.sizes import parse_bytes, show_bytes
 
-#: seq_len, micro_batch_size, num_micro_batches of DESIGN's table.
+#: seq_len, micro_batch_size, num_micro_batches that are measured by default.
 SHAPES = ((64, 1, 4), (64, 1, 16), (256, 2, 8))
 #: Counted steps of each side before the other's turn.
 STEPS_A_ROUND = 3
@@ -58,13 +58,13 @@ class Row:
     read_bytes: int
     written_bytes: int
     idle_share: float
-    """Share of hoist's median step in which neither the compute nor the io lane was busy."""
+    """Share of a step of hoist's in which neither the compute nor the io lane was busy; median over the steps."""
     ratios: tuple[float, ...]
-    """hoist's step over the larger of computation and I/O, of each pair."""
+    """hoist's step over the larger of the same computation in memory and I/O, of each pair."""
 
 
 def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
-    """The Llama shape of the table: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
+    """The Llama shape that is measured: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
-    parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: DESIGN's three")
+    parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
     parser.add_argument("--resident-weights", action="store_true", help="let spare memory keep weights")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()

@@ -23,7 +23,7 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.import_weights import checkpoint_weights
+from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.model_files import save_model_files
 from hoist.tools.presets import load_model_source
 
@@ -49,7 +49,8 @@ def open_trainer(
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
     """
     directory = Path(store).absolute()
-    resume = directory_state(directory) is DirectoryState.COMMITTED and not fresh
+    present = directory_state(directory) is DirectoryState.COMMITTED
+    resume = present and not fresh
     if model is None and not resume:
         raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
     source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
@@ -63,6 +64,8 @@ def open_trainer(
         else:
             setup = prepare(staged, lay_out_stages(staged), config)
             checkpoint = source.checkpoint
+            if checkpoint is not None and present:  # a store that is replaced is removed before weights are written
+                check_weights(checkpoint, staged, engine)
             opened = cleanup.enter_context(
                 create_store(
                     directory,

@@ -82,10 +82,11 @@ def test_the_smallest_need_is_the_formula() -> None:
     plan = smallest(uniform(4))
     assert plan.weight_bytes == (9 + 6) * MIB
     assert plan.gradient_bytes == 9 * MIB
-    assert plan.ring_bytes == MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
+    # 9 MiB of float32 are 36 of the smallest pieces, more than 32: pieces are twice as large.
+    assert plan.ring_bytes == 2 * MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
     assert plan.activation_bytes == MIN_ACTIVATION_SLOTS * 256 * 1024
     assert plan.workspace_bytes == 5 * MIB + 123_456
-    assert plan.need_bytes == (15 + 9 + 9 + 2 + 8 + 1 + 5) * MIB + 123_456
+    assert plan.need_bytes == (15 + 9 + 9 + 2 + 4 + 1 + 5) * MIB + 123_456
     assert (STAGING_BYTES, STATE_BYTES) == (2 + 2, 2 + 2 + 4 + 4)
 
 

@@ -131,7 +131,7 @@ def main(task: Task) -> Used:
         num_attention_heads=task.hidden // 64,
         tie_word_embeddings=False,
     )
-    mapping: Any = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]  # its module is imported on demand
+    mapping: Any = AutoModelForCausalLM._model_mapping  # its module is imported on demand
     assert mapping[type(model)]
     baseline = warm_up()
 

@@ -307,6 +307,18 @@ def test_weights_that_are_no_numbers(shell: Shell) -> None:
         assert re.match(r"checkpoint .*: tensor 'model.layers.2.mlp.up_proj.weight' is NaN at element 327", line)
 
 
+def test_starting_over_from_weights_that_are_no_numbers_keeps_the_store(shell: Shell) -> None:
+    save_model(shell.job.model, "llama")
+    shell.train(steps=1)
+    path = shell.job.model / "model.safetensors"
+    tensors = load_file(path)
+    for value, told in ((torch.nan, "is NaN at element 327"), (torch.inf, "holds NaN or infinity")):
+        tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = value
+        save_file(tensors, path)
+        assert told in shell.train_refused("--fresh", steps=1)
+    shell.train(steps=2)
+
+
 # --- data and metrics -------------------------------------------------------------------------------------------------
 
 
