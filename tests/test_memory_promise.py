@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 280
 #: What a layer of a few pieces takes beside the buffers: its modules, its place in tables and its ops (docs/tuning.md).
 BOOKKEEPING_BYTES = 200 * 1024
 #: Two runs of the same task differ by up to this much: which thread allocates first decides how the heap lies.
-NOISE_BYTES = 2 * MIB
+NOISE_BYTES = 6 * MIB
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -59,6 +59,8 @@ class Row:
     written_bytes: int
     idle_share: float
     """Share of a step of hoist's in which neither the compute nor the io lane was busy; median over the steps."""
+    timeline: tuple[str, ...]
+    """The lanes during hoist's last counted step, drawn by :func:`draw_timeline`."""
     ratios: tuple[float, ...]
     """hoist's step over the larger of the same computation in memory and I/O, of each pair."""
 
@@ -100,6 +102,28 @@ def idle_share(spans: Sequence[Span], start: float, stop: float) -> float:
     return 1.0 - covered / (stop - start)
 
 
+def draw_timeline(spans: Sequence[Span], start: float, stop: float, *, columns: int = 72) -> list[str]:
+    """One line a lane: a block where it was busy for most of the column's time, a dot for some of it."""
+    width = (stop - start) / columns
+    lines = []
+    for lane in (Lane.COMPUTE, Lane.IO, Lane.OPTIM, Lane.COPY):
+        busy = [0.0] * columns
+        reached = start
+        for first, last in sorted((span.start, span.stop) for span in spans if span.op.lane is lane):
+            first, last = max(first, reached), min(last, stop)
+            reached = max(reached, last)
+            while first < last:
+                column = min(columns - 1, int((first - start) / width))
+                end = min(last, start + (column + 1) * width)
+                if end <= first:  # rounding at a column's edge
+                    break
+                busy[column] += end - first
+                first = end
+        marks = "".join("#" if share > 0.5 * width else "." if share > 0.05 * width else " " for share in busy)
+        lines.append(f"{lane.value:>8} |{marks}|")
+    return lines
+
+
 def measure(
     directory: Path,
     config: LlamaConfig,
@@ -132,6 +156,7 @@ def measure(
         memory_times: list[tuple[float, float]] = []
         timelines: list[float] = []
         metrics = []
+        drawn: list[str] = []
         reference = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         reference.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
@@ -150,6 +175,7 @@ def measure(
                         hoist_times.append(stopped - began)
                         metrics.append(step)
                         timelines.append(idle_share(trainer.last_spans, began, stopped))
+                        drawn = draw_timeline(trainer.last_spans, began, stopped)
                 trainer.wait()
                 memory_times += [in_memory(reference, optimizer, next(feed)) for _ in range(STEPS_A_ROUND)]
     read_bytes = int(statistics.median(step.nvme_read_bytes for step in metrics))
@@ -166,6 +192,7 @@ def measure(
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         idle_share=statistics.median(timelines),
+        timeline=tuple(drawn),
         ratios=tuple(
             ours / max(theirs, io_seconds) for ours, (theirs, _) in zip(hoist_times, memory_times, strict=True)
         ),
@@ -204,7 +231,12 @@ def show(rows: Sequence[Row]) -> None:
             show_bytes(row.read_bytes),
             show_bytes(row.written_bytes),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for row in rows:
+        console.print(f"\nlanes of one step, seq {row.seq_len} x {row.micro_batch_size} x {row.num_micro_batches}:")
+        for line in row.timeline:
+            console.print(line, markup=False, highlight=False)
 
 
 def main() -> None:

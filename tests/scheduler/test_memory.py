@@ -137,7 +137,7 @@ def test_the_refusal_names_the_terms() -> None:
         divide(uniform(4), budget_bytes=20 * MIB)
     message = str(caught.value)
     assert message.startswith(
-        "--host-memory: 20.0 MiB is too small; at least 49.1 MiB are needed (weight buffers 15.0 MiB, "
+        "--host-memory: 20.0 MiB is too small; at least 45.1 MiB are needed (weight buffers 15.0 MiB, "
     )
     assert "workspace of a stage 5.0 MiB" in message
 

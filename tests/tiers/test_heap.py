@@ -33,7 +33,7 @@ print((anonymous_bytes() - before) // SIZE)
 
 
 def kept_blocks(num_bytes: int, *, settle: bool) -> list[int]:
-    """Of ten freed blocks, about how many the process still has, before and after a trim (older ones may go as well)."""
+    """Of ten freed blocks, about how many the process still has, before and after a trim (older ones may go too)."""
     script = SCRIPT.replace("SIZE", str(num_bytes)).replace("SETTLE", str(settle))
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     return [int(line) for line in ended.stdout.split()]
