@@ -6,7 +6,9 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
+import inspect
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -131,6 +133,8 @@ class Trainer:
         if store.record is None:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
         self.config = config
+        #: What a micro-batch may hold: what the model's forward takes by name.
+        self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
         #: Token ids that the model has an embedding for.
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         self._store = store
@@ -281,7 +285,7 @@ class Trainer:
     # ------------------------------------------------------------------
 
     def _check(self, micro_batches: Sequence[Batch]) -> int:
-        """Number of counted labels of the step. Raises ConfigError on what the buffers were not made for."""
+        """Number of counted labels of the step. Raises ConfigError on what the buffers or the model were not made for."""
         config = self.config
         if not 1 <= len(micro_batches) <= config.num_micro_batches:
             raise ConfigError(
@@ -290,9 +294,14 @@ class Trainer:
             )
         num_items = 0
         for index, batch in enumerate(micro_batches):
-            missing = [name for name in ("input_ids", "labels") if name not in batch]
-            if missing:
-                raise ConfigError(f"micro-batch {index}: has no {' and no '.join(missing)}; give both, int64 [B, S]")
+            missing = {"input_ids", "labels"} - batch.keys()
+            unknown = batch.keys() - self._batch_keys
+            if missing or unknown:
+                fault = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
+                raise ConfigError(
+                    f"micro-batch {index}: {fault}; input_ids and labels are needed, allowed are also "
+                    f"{', '.join(sorted(self._batch_keys - {'input_ids', 'labels'}))}"
+                )
             ids, labels = batch["input_ids"], batch["labels"]
             if ids.dim() != 2 or ids.shape != labels.shape:
                 raise ConfigError(
@@ -304,15 +313,21 @@ class Trainer:
                     f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
                     f"{config.seq_len} tokens (micro_batch_size, seq_len)"
                 )
-            if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
-                raise ConfigError(
-                    f"micro-batch {index}: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
-                    f"{self._vocab_size - 1}"
-                )
+            self._check_ids(f"micro-batch {index}: input_ids", ids)
+            counted = labels[labels != IGNORED_LABEL]
+            self._check_ids(f"micro-batch {index}: labels", counted)
             num_items += int((labels[:, 1:] != IGNORED_LABEL).sum())
         if not num_items:
             raise ConfigError("labels: the step has no counted label to learn from; all are -100")
         return num_items
+
+    def _check_ids(self, what: str, ids: torch.Tensor) -> None:
+        if ids.dtype != torch.int64:
+            raise ConfigError(f"{what} are {ids.dtype}; they must be torch.int64")
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size):
+            raise ConfigError(
+                f"{what} go from {int(ids.min())} to {int(ids.max())}; the model has 0 to {self._vocab_size - 1}"
+            )
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
         kept = self._plans.get(num_micro_batches)
