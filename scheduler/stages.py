@@ -39,10 +39,10 @@ class _Weight:
         self.absent = self.wrap(absent(places[0].get(), dtype), trainable=False)
 
     def wrap(self, value: torch.Tensor, *, trainable: bool) -> torch.Tensor:
-        """``value`` as the places take it: a Parameter over the same memory, or the buffer itself."""
-        # .data and not .detach(): buffers carved from one mapping share a version counter, and autograd would take a
-        # write to any of them for a change of this weight.
-        return nn.Parameter(value.data, requires_grad=trainable) if self.is_parameter else value
+        """``value`` as the places take it: a Parameter over the same memory, or for a buffer a tensor over it."""
+        # .data and not .detach(): buffers carved from one mapping share a version counter, and a write to any of them
+        # would pass for a change of this tensor.
+        return nn.Parameter(value.data, requires_grad=trainable) if self.is_parameter else value.data
 
     def put(self, tensor: torch.Tensor) -> None:
         """Have every place hold ``tensor``."""

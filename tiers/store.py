@@ -7,6 +7,7 @@ It says where a piece is read and written (callers move it with an engine), keep
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 import uuid
@@ -382,6 +383,7 @@ class Store:
             encoded = store_format.encode_commit(record)
             paths = self._unflushed_paths()
             try:
+                self._check_present(paths)
                 flush_seconds = self.commit_sequence(self.directory, self._engine).run(
                     paths=paths,
                     checksum_file=record.checksum_file,
@@ -411,6 +413,13 @@ class Store:
             flush_seconds=flush_seconds,
             seconds=time.perf_counter() - started,
         )
+
+    @staticmethod
+    def _check_present(paths: Sequence[Path]) -> None:
+        """A file that was deleted while the engine had it open would be flushed into nothing."""
+        for path in paths:
+            if not path.exists():
+                raise FileNotFoundError(errno.ENOENT, "has been deleted while the store was in use", str(path))
 
     def _unflushed_paths(self) -> list[Path]:
         """Files written since the last commit, or since creation."""

@@ -1,0 +1,152 @@
+"""What a program can do wrong around ``Trainer.step``: it is refused in words and the trainer goes on, or does no harm."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.errors import HoistError, TransferError
+from hoist.tools.opening import open_trainer
+from tests.support.models import reference_model, tiny_config
+
+Batch = dict[str, torch.Tensor]
+NUM_STEPS = 4
+
+
+def batch(seed: int = 0) -> Batch:
+    ids = torch.randint(0, 503, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def make(tmp_path: Path) -> Iterator[Trainer]:
+    model = tmp_path / "model"
+    if not model.exists():
+        reference_model(tiny_config("llama")).save_pretrained(model)
+    config = TrainerConfig(
+        host_memory_bytes=16 * 2**20,
+        micro_batch_size=2,
+        seq_len=16,
+        num_micro_batches=2,
+        optimizer=AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
+        schedule=Schedule(kind="constant", lr=1e-2, num_steps=NUM_STEPS),
+    )
+    with open_trainer(tmp_path / "store", config=config, model=model, fresh=True) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    yield from make(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What two ordinary steps give."""
+    with contextmanager(make)(tmp_path_factory.mktemp("ordinary")) as trainer:
+        return [trainer.step([batch(0)]).loss, trainer.step([batch(1)]).loss]
+
+
+def _no_grad(trainer: Trainer) -> float:
+    with torch.no_grad():
+        return trainer.step([batch(0)]).loss
+
+
+def _inference(trainer: Trainer) -> float:
+    with torch.inference_mode():
+        return trainer.step([batch(0)]).loss
+
+
+def _autocast(trainer: Trainer) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return trainer.step([batch(0)]).loss
+
+
+@pytest.mark.parametrize("around", [_no_grad, _inference, _autocast])
+def test_modes_of_the_caller_do_not_reach_the_step(
+    trainer: Trainer, losses: list[float], around: Callable[[Trainer], float]
+) -> None:
+    assert around(trainer) == losses[0]
+    assert trainer.step([batch(1)]).loss == losses[1]  # so the first step was an update
+
+
+def _changed(key: str, position: tuple[int, int], value: int) -> Batch:
+    made = batch()
+    made[key][position] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (_changed("input_ids", (1, 3), 503), r"micro-batch 0: input_ids go from \d+ to 503; the model has 0 to 502"),
+        (_changed("input_ids", (0, 0), -1), r"micro-batch 0: input_ids go from -1"),
+        (_changed("labels", (0, 5), 503), r"micro-batch 0: labels go from \d+ to 503"),
+        (_changed("labels", (0, 5), -5), r"micro-batch 0: labels go from -5"),
+        ({name: ids.to(torch.int32) for name, ids in batch().items()}, r"input_ids are torch.int32; they must be"),
+        ({**batch(), "attention_masks": torch.ones(2, 16)}, r"has attention_masks; .* allowed are also .*attention_mask,"),
+        ({"input_ids": batch()["input_ids"]}, r"micro-batch 0: lacks labels"),
+    ],
+)
+def test_a_wrong_batch_is_refused_and_the_next_step_is_as_ever(
+    trainer: Trainer, losses: list[float], wrong: Batch, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer.step([wrong])
+    assert trainer.step([batch(0)]).loss == losses[0]
+
+
+def test_past_the_schedule(trainer: Trainer) -> None:
+    for _ in range(NUM_STEPS):
+        trainer.step([batch()])
+    with pytest.raises(ConfigError, match=f"step must be 1 to {NUM_STEPS}, got {NUM_STEPS + 1}"):
+        trainer.step([batch()])
+    trainer.commit()
+    assert trainer.committed_step == NUM_STEPS
+
+
+def test_one_thread_at_a_time(trainer: Trainer, losses: list[float]) -> None:
+    refused: list[BaseException] = []
+
+    def record(_: object) -> dict[str, int]:
+        """Runs inside of the first step: another thread tries one meanwhile."""
+
+        def intrude() -> None:
+            try:
+                trainer.step([batch()])
+            except HoistError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        return {}
+
+    assert trainer.step([batch(0)], run=record).loss == losses[0]
+    assert "another thread" in str(refused[0])
+    assert trainer.step([batch(1)]).loss == losses[1]
+
+
+def test_a_closed_trainer_says_so(trainer: Trainer) -> None:
+    trainer.step([batch()])
+    trainer.close()
+    with pytest.raises(ConfigError, match="closed"):
+        trainer.step([batch()])
+    with pytest.raises(ConfigError, match="closed"):
+        trainer.commit()
+
+
+def test_a_store_that_was_deleted_is_noticed_at_the_commit(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.step([batch()])
+    shutil.rmtree(tmp_path / "store" / "stages")
+    with pytest.raises(TransferError, match="has been deleted while the store was in use"):
+        trainer.commit()
