@@ -22,7 +22,7 @@ ROW_QUANTUM = 64
 
 
 class Target:
-    """Where one weight's gradient goes. ``values`` has the weight's shape; ``touched`` says if it holds a sum already."""
+    """Where one weight's gradient goes. ``values`` has the weight's shape; ``touched`` says if it is a sum already."""
 
     def __init__(self, values: Tensor, touched: Callable[[], bool]) -> None:
         self.values = values
@@ -119,13 +119,14 @@ class DirectGradients(TorchFunctionMode):
         if func is torch.nn.functional.linear and not named and len(args) in (2, 3):
             target = self._targets.get(args[1])
             if target is not None and args[0].dtype == args[1].dtype:
-                return _Linear.apply(args[0], args[1], args[2] if len(args) == 3 else None, target, self._block)
+                bias = args[2] if len(args) == 3 else None
+                return _Linear.apply(args[0], args[1], bias, target, self._block)  # type: ignore[no-untyped-call]  # torch
         elif func is torch.nn.functional.embedding:
             call = _plain_embedding(args, named)
             if call is not None:
                 target = self._targets.get(call[1])
                 if target is not None:
-                    return _Embedding.apply(*call, target)
+                    return _Embedding.apply(*call, target)  # type: ignore[no-untyped-call]  # torch
         return func(*args, **named)
 
 

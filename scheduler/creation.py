@@ -17,7 +17,7 @@ from hoist.optim.split import split
 from hoist.scheduler.errors import ModelError
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import Stage, StagedModel
-from hoist.tiers import checksum
+from hoist.tiers import checksum, heap
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.format import MODEL_DIRECTORY, StateArray
 from hoist.tiers.io.base import IoEngine
@@ -28,6 +28,9 @@ from hoist.tiers.store import Store
 #: The last argument is memory that it may use for staging, uint8, 4 KiB-aligned.
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
+
+#: Weights are looked at for NaN and infinity in parts of so many elements, 1 MiB, since that takes temporaries.
+_CHECKED_ELEMENTS = 2**18
 
 
 def initialised(seed: int) -> Source:
@@ -56,8 +59,8 @@ def create_store(
 
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
     and done and total bytes. ``extras`` is called with the directory for small files that belong beside the weights
-    (configuration, tokenizer). Raises StoreRefusedError with nothing changed, ModelError on weights that are not finite,
-    whatever ``source`` raises, TransferError; after those the directory holds no store that opens.
+    (configuration, tokenizer). Raises StoreRefusedError with nothing changed, ModelError on weights that are not
+    finite, whatever ``source`` raises, TransferError; after those the directory holds no store that opens.
     """
 
     def report(what: str) -> Callable[[int, int], None] | None:
@@ -81,6 +84,7 @@ def create_store(
     except BaseException:
         store.discard()
         raise
+    heap.trim()
     return store
 
 
@@ -116,8 +120,8 @@ def _refuse_non_finite(values: Mapping[str, Tensor]) -> None:
         if not value.is_floating_point():
             continue
         flat = value.reshape(-1)
-        for start in range(0, flat.numel(), 2**20):
-            if not bool(torch.isfinite(flat[start : start + 2**20]).all()):
+        for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
+            if not bool(torch.isfinite(flat[start : start + _CHECKED_ELEMENTS]).all()):
                 raise ModelError(f"weights: {name} holds NaN or infinity; repair the checkpoint and import it again")
 
 

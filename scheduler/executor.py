@@ -179,9 +179,10 @@ class Executor:
         previous = self._last
         if previous is not None and previous.num_left:
             key = (id(previous.linked), id(run.linked))
-            if key not in self._joins:
-                self._joins[key] = (previous.linked, run.linked, join(previous.linked, run.linked))
-            for earlier, later in self._joins[key][2]:
+            joined = self._joins.get(key) or (previous.linked, run.linked, join(previous.linked, run.linked))
+            if not previous.linked.plan.cold:  # a cold plan runs once: kept here, it would never be freed
+                self._joins[key] = joined
+            for earlier, later in joined[2]:
                 if not previous.done[earlier]:
                     previous.later.setdefault(earlier, []).append((run, later))
                     run.waiting[later] += 1

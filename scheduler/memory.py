@@ -20,8 +20,9 @@ STAGING_BYTES = 4
 STATE_BYTES = 12
 #: Bytes an element of a gradient takes.
 GRADIENT_BYTES = 4
-#: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
-MIN_PIECE_ELEMENTS = 16 * 4096
+#: Smallest piece that is chosen (elements): below this, requests are too small for a drive, and a plan's ops, some 5 KB
+#: for each piece of the model, would count beside the buffers.
+MIN_PIECE_ELEMENTS = 64 * 4096
 #: Slots of each kind: fewest that work with overlap, and most that are of use.
 MIN_SLOTS = 2
 MAX_SLOTS = 4
@@ -225,8 +226,9 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
     """Divide a budget among the buffers, what saves the most waiting first.
 
     From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward),
-    larger and more pieces, boundary activations that needn't be spilled, gradients that wait (for the next micro-batch in
-    micro-batch-major order, or for delayed updates), and last the weights of stages that then needn't be read again. Raises BudgetError with the smallest budget that works.
+    larger and more pieces, boundary activations that needn't be spilled, gradients that wait (for the next micro-batch
+    in micro-batch-major order, or for delayed updates), and last the weights of stages that then needn't be read again.
+    Raises BudgetError with the smallest budget that works.
     """
     plan = smallest(demand)
     if plan.need_bytes > budget_bytes:

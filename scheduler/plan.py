@@ -53,7 +53,7 @@ class Kind(Enum):
     NORM = auto()
     """The gradients of ``stage`` are complete: add what borrowers of its tensors left, and take the sum of squares."""
     OPEN_CHUNK = auto()
-    """Every piece of a chunk (``piece``: its first) has been written: the chunk may be read from its newest slot."""
+    """Every piece of a chunk (``piece``: its last) has been written: the chunk may be read from its newest slot."""
     READ_STATES = auto()
     """NVMe -> state slot: weights and moments of one piece."""
     UPDATE = auto()
@@ -407,7 +407,7 @@ def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
 
 
 class _Numbers(TypedDict, total=False):
-    """The fields of an :class:`Op` that say to what it does something."""
+    """The fields of an :class:`Op` that say to what it does something, and on which terms."""
 
     stage: int
     micro_batch: int
@@ -415,6 +415,9 @@ class _Numbers(TypedDict, total=False):
     slot: int
     output_slot: int
     owner: int
+    delayed: bool
+    fill: bool
+    stashed: bool
 
 
 class _Builder:
@@ -435,6 +438,8 @@ class _Builder:
         self.visits = visits
         self.cold = held is None
         self.ops: list[Op] = []
+        #: Every resource once: a plan has far more ops than resources, and its memory counts against the budget.
+        self.shared: dict[Resource, Resource] = {}
         self.activations = _ActivationSlots(visits, buffers.num_activations)
         self.computations = list(_computations(visits))
         self.position = 0
@@ -531,7 +536,8 @@ class _Builder:
     ) -> None:
         """Append an op. ``common`` and ``fields`` are its numbers, by the names that :class:`Op` gives them."""
         numbers: _Numbers = {**(common or {}), **fields}
-        self.ops.append(Op(kind, tuple(reads), tuple(writes), refresh=refresh, **numbers))
+        read, written = (tuple(self.shared.setdefault(each, each) for each in group) for group in (reads, writes))
+        self.ops.append(Op(kind, read, written, refresh=refresh, **numbers))
 
     def load(self, stage: int) -> None:
         """Have a stage's weights in its buffer: its delayed updates first, then whatever the buffer does not hold."""
@@ -557,9 +563,10 @@ class _Builder:
             self.next_staging = (slot + 1) % self.buffers.num_staging
             staging = Resource(Part.STAGING, slot)
             # A chunk turns to its new slot as a whole, so a piece may be read once all of its chunk has been written.
-            chunk = self.pieces_of_chunk[owner][self.stages[owner].chunks[piece]]
+            # That is one op's to wait for: if every piece waited for every other, dependencies would be quadratic.
+            stored = (Resource(Part.STATE, owner, piece), Resource(Part.CHUNK, owner, self.stages[owner].chunks[piece]))
             common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
-            self.emit(Kind.READ_WEIGHTS, common, reads=chunk, writes=(staging,))
+            self.emit(Kind.READ_WEIGHTS, common, reads=stored, writes=(staging,))
             self.emit(Kind.MERGE, common, reads=(staging, weights))
 
     def visit(self, index: int, visit: Visit) -> None:
@@ -700,9 +707,9 @@ class _Builder:
         """Read, update and write some pieces of a stage."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
         filled = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),) if fill else ()
-        opened = -1
+        chunks = self.stages[stage].chunks
         for piece in pieces:
-            chunk = self.stages[stage].chunks[piece]
+            chunk = chunks[piece]
             slot = self.next_state
             self.next_state = (slot + 1) % self.buffers.num_states
             states = Resource(Part.STATE_SLOT, slot)
@@ -715,31 +722,37 @@ class _Builder:
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
             refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
-            where = {"stage": stage, "piece": piece, "slot": slot}
-            if chunk != opened:
-                opened = chunk
-                written = self.pieces_of_chunk[stage][chunk]
-                self.emit(Kind.OPEN_CHUNK, reads=written, writes=(newest,), delayed=delayed, stage=stage, piece=piece)
+            common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
             self.emit(
-                Kind.READ_STATES, reads=(stored, newest, *stash), writes=(states,), delayed=delayed, stashed=stashed, **where
+                Kind.READ_STATES,
+                common,
+                reads=(stored, newest, *stash),
+                writes=(states,),
+                delayed=delayed,
+                stashed=stashed,
             )
             self.emit(
                 Kind.UPDATE,
+                common,
                 reads=needs,
                 writes=(states, *refreshed),
                 refresh=refresh,
                 delayed=delayed,
                 fill=fill,
                 stashed=stashed,
-                **where,
             )
             self.emit(
                 Kind.WRITE_STATES,
+                common,
                 reads=(states, Resource(Part.COMMIT, 0)),
                 writes=(stored,),
                 delayed=delayed,
-                **where,
             )
+            if piece + 1 == len(chunks) or chunks[piece + 1] != chunk:
+                written = self.pieces_of_chunk[stage][chunk]
+                self.emit(
+                    Kind.OPEN_CHUNK, reads=written, writes=(newest,), stage=stage, piece=piece, delayed=delayed
+                )
 
     def users(self, stage: int) -> list[int]:
         """Stages whose weight buffers have weights of ``stage``: itself, and borrowers of its tensors."""

@@ -302,7 +302,7 @@ def _depends_on(output: torch.Tensor, source: torch.Tensor) -> bool:
     return False
 
 
-class _Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types none of it
+class _Usage(TorchDispatchMode):
     """Notes the storages that torch reads; does not multiply by absent matrices, which torch would first write out."""
 
     def __init__(self) -> None:

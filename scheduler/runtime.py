@@ -26,7 +26,8 @@ from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, Kind, Op
-from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, StagedModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
+from hoist.tiers import heap
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.errors import TransferError
 from hoist.tiers.format import StateArray
@@ -196,6 +197,8 @@ class Runtime:
         #: Adam's step count of every trainable tensor; changed by the optim lane alone.
         self.adam_steps: dict[str, int] = dict(adam_steps)
         self._steps: dict[int, StepState] = {}
+        #: Kind of the stage that was bound last; changed by the compute lane alone.
+        self._bound_kind: type[Stage] | None = None
         #: Step and stage whose backward runs, for the gradient hooks; set by the compute lane alone.
         self._backward: tuple[StepState, int] | None = None
         #: Checksums of the chunk that the optim lane writes now.
@@ -368,6 +371,12 @@ class Runtime:
 
     def _bind(self, op: Op, state: StepState) -> None:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
+        kind = type(self._stages[op.stage])
+        if kind is not self._bound_kind:
+            # What layers leave free in the heap does not fit the head's tensors, nor the other way round: without this
+            # both would stay. Between two layers it would only cost time, since the next one fits where this one was.
+            self._bound_kind = kind
+            heap.trim()
         self._stages[op.stage].bind(self._bound[op.stage])
 
     def _unbind(self, op: Op, state: StepState) -> None:
@@ -482,7 +491,7 @@ class Runtime:
     # ------------------------------------------------------------------ gradients
 
     def _direct_gradients(self) -> list[DirectGradients]:
-        """Per stage: where each weight's gradient goes. Linear and embedding weights' go there directly, others by hook."""
+        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly."""
         modes: list[DirectGradients] = []
         for index, stage in enumerate(self._stages):
             targets: dict[Tensor, Target] = {}

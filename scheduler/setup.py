@@ -1,4 +1,4 @@
-"""From a model and a configuration to sizes: layouts, what tied tensors need, and the memory plan. Changes nothing on disk.
+"""From a model and a configuration to sizes: layouts, what tied tensors need, the memory plan. Nothing on disk changes.
 
 Used before a store is created, so that what cannot fit is refused first, and again when one is opened.
 """
@@ -29,6 +29,12 @@ from hoist.scheduler.stages import StagedModel
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
 FLOAT_BYTES = 4
+#: A heap that hands out blocks of many sizes holds this part more than is in use: 2 is a half (docs/tuning.md).
+HEAP_WASTE = 2
+#: Matrix products keep packed copies of their operands' blocks, per thread of torch; measured with MKL, 5 to 8 MiB.
+PACKING_BYTES_PER_THREAD = 8 * 2**20
+#: The packing of so many threads fits the 32 MiB that the promise has beside the budget.
+FREE_PACKING_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +121,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     for side in found.hidden_shape:
         hidden_bytes *= side
     batch_bytes = 2 * tokens.nbytes
+    packing = PACKING_BYTES_PER_THREAD * max(0, torch.get_num_threads() - FREE_PACKING_THREADS)
     largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
     demand = Demand(
         stages=tuple(
@@ -122,9 +129,9 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
                 name=layout.name,
                 weights=weight_bytes(layout, lent),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
-                workspace=space,
+                workspace=space + in_heap // HEAP_WASTE + packing,
             )
-            for layout, lent, space in zip(layouts, borrowed, found.stages, strict=True)
+            for layout, lent, space, in_heap in zip(layouts, borrowed, found.stages, found.in_heap, strict=True)
         ),
         loan_bytes=loan_bytes(loans),
         block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),

@@ -25,6 +25,7 @@ from hoist.scheduler.plan import flush, horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
+from hoist.tiers import heap
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from hoist.tiers.io.base import IoEngine, IoStatistics
@@ -148,6 +149,7 @@ class Trainer:
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
         """
+        heap.settle()
         expected = [stage.tensors for stage in model.stages]
         stored = [_specs_in(layout.trainable, layout.frozen) for layout in store.layouts]
         if [sorted(map(repr, specs)) for specs in expected] != [sorted(map(repr, specs)) for specs in stored]:
@@ -184,8 +186,8 @@ class Trainer:
             self._places.close()
             raise
         self._executor = Executor(self._runtime)
-        #: Linked plans by (micro-batches, cold, pending); 0 micro-batches: the flush of delayed updates.
-        self._plans: dict[tuple[int, bool, bool], LinkedPlan] = {}
+        #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
+        self._plans: dict[tuple[int, bool], LinkedPlan] = {}
         #: Updates of the last step are delayed into the next one.
         self._pending = False
         self._counters = _Counters.from_json(store.record.run.get(COUNTERS_KEY, {}))
@@ -289,7 +291,7 @@ class Trainer:
         self._finish_updates()
 
     def commit(self) -> None:
-        """Finish every update and make the store's state that of the last step, durably. Does nothing if it is already."""
+        """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
         self._finish_updates()
         record = self._store.record
         if record is None or record.step < self._position.step:
@@ -299,7 +301,7 @@ class Trainer:
         self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
 
     def close(self) -> None:
-        """Stop the lanes and free the memory. What was not committed is lost. Idempotent; store and engine stay open."""
+        """Stop the lanes and free the memory. What was not committed is lost. Idempotent. Store and engine stay."""
         if self._closed:
             return
         self._closed = True
@@ -323,14 +325,16 @@ class Trainer:
         config = self.config
         if not 1 <= len(micro_batches) <= config.num_micro_batches:
             raise ConfigError(
-                f"micro_batches: {len(micro_batches)} given, 1 to {config.num_micro_batches} (num_micro_batches) allowed"
+                f"micro_batches: {len(micro_batches)} given, "
+                f"1 to {config.num_micro_batches} (num_micro_batches) allowed"
             )
         num_items = 0
         for index, batch in enumerate(micro_batches):
             ids, labels = batch["input_ids"], batch["labels"]
             if ids.dim() != 2 or ids.shape != labels.shape:
                 raise ConfigError(
-                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must be [B, S] alike"
+                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
+                    "must be [B, S] alike"
                 )
             if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
                 raise ConfigError(
@@ -343,21 +347,26 @@ class Trainer:
         return num_items
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
-        key = (num_micro_batches, self._cold, self._pending)
-        if key not in self._plans:
-            buffers = self._setup.buffers()
-            if num_micro_batches:
-                make = vertical if self.config.plan == "vertical" else horizontal
-                plan = make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending)
-            else:
-                plan = flush(self._shapes, buffers)
-            self._plans[key] = link(plan)
-        return self._plans[key]
+        key = num_micro_batches, self._pending
+        kept = self._plans.get(key)
+        if kept is not None and not self._cold:
+            return kept
+        buffers = self._setup.buffers()
+        if num_micro_batches:
+            make = vertical if self.config.plan == "vertical" else horizontal
+            plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
+        else:
+            plan = link(flush(self._shapes, buffers))
+        if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
+            self._plans[key] = plan
+        return plan
 
     @property
     def _delays(self) -> bool:
         """Every step leaves some updates to the next one."""
-        return any(first < shape.num_pieces for first, shape in zip(self._setup.delayed_from, self._shapes, strict=True))
+        return any(
+            first < shape.num_pieces for first, shape in zip(self._setup.delayed_from, self._shapes, strict=True)
+        )
 
     def _finish_updates(self) -> None:
         """Do the delayed updates of the last step now, and wait until everything is written."""

@@ -1,8 +1,8 @@
 """How much memory one stage's forward and backward will take beside the arena, found without running it.
 
-Layers and head are run on fake tensors: torch's own shape propagation, kernels chosen as for real ones, no memory. Every
-storage is counted from its creation to its end. Kernels' private scratch (small on a CPU) is not seen; `memory.py`
-budgets what is found here, and the metrics' measured peak shows what was missed.
+Layers and head are run on fake tensors: torch's own shape propagation, kernels chosen as for real ones, no memory.
+Every storage is counted from its creation to its end. Kernels' private scratch (small on a CPU) is not seen;
+`memory.py` budgets what is found here, and the metrics' measured peak shows what was missed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.context import Context
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
+from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +38,39 @@ class Workspaces:
 
     stages: tuple[int, ...]
     """Bytes beside the arena, per stage: saved activations, temporaries, one weight's gradient."""
+    in_heap: tuple[int, ...]
+    """Per stage, the most bytes at once in tensors that are too small for a mapping of their own (`tiers/heap.py`)."""
     hidden_shape: tuple[int, ...]
     """Shape of a boundary activation."""
     context_bytes: int
     """Masks, positions and rotary tables of one micro-batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    """The most bytes at once of one stage: in all tensors, and in those that come from the heap."""
+
+    all_bytes: int
+    heap_bytes: int
+
+
 class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that ops create, while they live."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types none of it
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.heap_bytes = 0
+        self.peak_heap_bytes = 0
         self._seen: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = pytree.tree_leaves((args, kwargs))
+        known = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, Tensor)}
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, known)
@@ -71,10 +85,16 @@ class _LiveBytes(TorchDispatchMode):
         self._seen[key] = num_bytes
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if num_bytes < OWN_MAPPING_BYTES:
+            self.heap_bytes += num_bytes
+            self.peak_heap_bytes = max(self.peak_heap_bytes, self.heap_bytes)
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self.live_bytes -= self._seen.pop(key, 0)
+        num_bytes = self._seen.pop(key, 0)
+        self.live_bytes -= num_bytes
+        if num_bytes < OWN_MAPPING_BYTES:
+            self.heap_bytes -= num_bytes
 
 
 def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
@@ -95,14 +115,19 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
         embed.unbind(forget=True)
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
-    found: list[int] = [live + 4 * hidden_bytes]
-    known: dict[object, int] = {}
+    found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
+    known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
         key = _signature(stage, context)
         if key not in known:
             known[key] = _measure_stage(model, stage, hidden, batch, context)
         found.append(known[key])
-    return Workspaces(stages=tuple(found), hidden_shape=tuple(hidden.shape), context_bytes=context.num_bytes)
+    return Workspaces(
+        stages=tuple(peaks.all_bytes for peaks in found),
+        in_heap=tuple(peaks.heap_bytes for peaks in found),
+        hidden_shape=tuple(hidden.shape),
+        context_bytes=context.num_bytes,
+    )
 
 
 def _names(stage: Stage) -> list[str]:
@@ -131,7 +156,7 @@ def _signature(stage: Stage, context: Context) -> object:
 
 def _measure_stage(
     model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context
-) -> int:
+) -> _Peaks:
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
@@ -152,7 +177,7 @@ def _run_stage(
     batch: Mapping[str, Tensor],
     context: Context,
     mode: FakeTensorMode | None,
-) -> int:
+) -> _Peaks:
     """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros."""
 
     def given(tensor: Tensor) -> Tensor:
@@ -191,7 +216,7 @@ def _run_stage(
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:
         stage.unbind(forget=True)
-    return tracker.peak_bytes
+    return _Peaks(tracker.peak_bytes, tracker.peak_heap_bytes)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

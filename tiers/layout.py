@@ -26,7 +26,8 @@ FROZEN_QUANTUM_BYTES = 4096
 
 #: Element sizes of the dtypes that a frozen tensor or a buffer may have, by torch's name.
 DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1, "bool": 1,
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 
 
@@ -144,7 +145,7 @@ class StageLayout:
         return self.chunk_elements * self.num_chunks
 
     def pieces(self, max_elements: int) -> tuple[Piece, ...]:
-        """Cut every chunk into pieces of at most ``max_elements`` (a multiple of 4096); parts no tensor uses are left out.
+        """Cut every chunk into pieces of at most ``max_elements`` (a multiple of 4096); unused parts are left out.
 
         The last piece of the stage ends at the first multiple of 4096 past the last used element.
         """
@@ -167,7 +168,12 @@ class StageLayout:
             last = min(stop, placed.offset + placed.spec.num_elements)
             if first < last:
                 found.append(
-                    Segment(name=placed.spec.name, tensor_start=first - placed.offset, start=first, num_elements=last - first)
+                    Segment(
+                        name=placed.spec.name,
+                        tensor_start=first - placed.offset,
+                        start=first,
+                        num_elements=last - first,
+                    )
                 )
         return tuple(found)
 
@@ -219,7 +225,9 @@ class StageLayout:
         )
 
 
-def lay_out(*, index: int, name: str, tensors: Sequence[TensorSpec], max_chunk_elements: int = MAX_CHUNK_ELEMENTS) -> StageLayout:
+def lay_out(
+    *, index: int, name: str, tensors: Sequence[TensorSpec], max_chunk_elements: int = MAX_CHUNK_ELEMENTS
+) -> StageLayout:
     """Pack a stage's tensors, in the order given, and choose its chunk.
 
     The chunk is the smallest multiple of 4096 elements that covers the stage in ``ceil(elements / max_chunk_elements)``
@@ -228,7 +236,9 @@ def lay_out(*, index: int, name: str, tensors: Sequence[TensorSpec], max_chunk_e
     Raises ValueError on duplicate names or a ``max_chunk_elements`` that is not a positive multiple of 4096.
     """
     if max_chunk_elements < CHUNK_QUANTUM_ELEMENTS or max_chunk_elements % CHUNK_QUANTUM_ELEMENTS:
-        raise ValueError(f"max_chunk_elements: {max_chunk_elements} is not a positive multiple of {CHUNK_QUANTUM_ELEMENTS}")
+        raise ValueError(
+            f"max_chunk_elements: {max_chunk_elements} is not a positive multiple of {CHUNK_QUANTUM_ELEMENTS}"
+        )
     names = [spec.name for spec in tensors]
     if len(set(names)) != len(names):
         repeated = sorted({spec_name for spec_name in names if names.count(spec_name) > 1})

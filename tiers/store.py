@@ -188,7 +188,7 @@ class Store:
         scratch_bytes: int = 0,
         fresh: bool = False,
     ) -> DirectoryState:
-        """Raise the StoreRefusedError that :meth:`create` would raise, and change nothing. Does not look at the lock."""
+        """Raise the StoreRefusedError that :meth:`create` would raise, and change nothing. Ignores the lock."""
         directory = directory.absolute()
         state = allocation.check_creatable(directory, fresh=fresh)
         metadata = store_format.metadata_files(layouts, attributes, store_id=str(uuid.UUID(int=0)))

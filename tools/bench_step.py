@@ -189,7 +189,8 @@ def in_memory(
 def show(rows: Sequence[Row]) -> None:
     """Print the table."""
     table = Table(title="a training step against its limits (medians)")
-    for column in ("seq x B x M", "hoist", "in memory", "of it compute", "I/O alone", "ratio", "idle", "read", "written"):
+    columns = ("seq x B x M", "hoist", "in memory", "of it compute", "I/O alone", "ratio", "idle", "read", "written")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(

@@ -303,6 +303,7 @@ def main() -> None:
     # No hub is ever asked, and nobody is to wait for one: models and tokenizers are files.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is on code that users have not written
     warnings.simplefilter("ignore", FutureWarning)
     sys.exit(run(sys.argv[1:]))
 

@@ -47,7 +47,8 @@ def describe(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT", 128 + signal.SIGINT
     if isinstance(error, MemoryError):
-        return f"out of memory: {error or 'the system gave no more'}; free some, or give a smaller --host-memory", FAILED
+        reason = str(error) or "the system gave no more"
+        return f"out of memory: {reason}; free some, or give a smaller --host-memory", FAILED
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         return f"{where}{error.strerror or error}; {_hint()}", FAILED

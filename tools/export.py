@@ -60,7 +60,9 @@ def export_store(
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
         tensors: dict[str, tuple[StageLayout, PlacedTensor]] = {
-            placed.spec.name: (layout, placed) for layout in store.layouts for placed in (*layout.trainable, *layout.frozen)
+            placed.spec.name: (layout, placed)
+            for layout in store.layouts
+            for placed in (*layout.trainable, *layout.frozen)
         }
         exported = {
             name: DTYPES[dtype] if placed.spec.trainable else getattr(torch, placed.spec.dtype)

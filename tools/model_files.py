@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from hoist.tiers.errors import StoreFormatError
-from hoist.tools.safetensors_writer import sync_path
 from hoist.tools.presets import CONFIG_FILE, ModelSource
+from hoist.tools.safetensors_writer import sync_path
 
 #: Suffixes of files that belong to a tokenizer or a template.
 _SUFFIXES = frozenset({".json", ".model", ".txt", ".jinja", ".tiktoken"})

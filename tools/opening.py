@@ -46,7 +46,7 @@ def open_trainer(
     every dropout probability. ``fresh`` starts over in an existing store.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
-    store as it was, for whatever cannot work: a budget too small, a model that cannot be split, a store of another model.
+    store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
     """
     directory = Path(store).absolute()
     resume = directory_state(directory) is DirectoryState.COMMITTED and not fresh

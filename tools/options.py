@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import tomllib
 import types
 import typing
@@ -175,7 +174,7 @@ class TrainOptions:
     def remembered(self) -> dict[str, Any]:
         """What a store keeps of the options, as JSON: with it a resume needs none of them. Paths become absolute."""
         values = {name: value for name, value in asdict(self).items() if name not in NOT_REMEMBERED}
-        values["data"] = [os.path.abspath(path) for path in self.data]
+        values["data"] = [str(Path(path).absolute()) for path in self.data]
         values["betas"] = list(self.betas)
         return values
 
@@ -285,7 +284,7 @@ def _shown(value: Any) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Option values from a file. Raises ConfigError for an unreadable file, an unknown key, or a value of another type."""
+    """Option values from a file. Raises ConfigError for an unreadable file, unknown keys, values of another type."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

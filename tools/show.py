@@ -79,10 +79,11 @@ class Display:
             f"{start.model}: {start.num_parameters:,} parameters in {len(start.setup.layouts)} stages; "
             f"weights and Adam moments are {show_bytes(states)}",
         )
+        epoch = start.num_windows / start.windows_per_step
         self._field(
             "data",
             f"{start.num_tokens:,} tokens, {start.num_windows:,} rows; a step takes {start.windows_per_step}, "
-            f"so {start.num_windows / start.windows_per_step:,.1f} steps are one epoch",
+            f"so {epoch:,.{1 if epoch < 100 else 0}f} steps are one epoch",
         )
         where = f"resumed at step {start.step}" if start.resumed else "new"
         self._field("store", f"{start.store} ({where})")
@@ -93,8 +94,8 @@ class Display:
         self._field(
             "memory",
             f"budget {show_bytes(budget)}; the states are {times} as large. The process may hold "
-            f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the {show_bytes(start.baseline_bytes)} "
-            "of Python and its libraries",
+            f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the "
+            f"{show_bytes(start.baseline_bytes)} of Python and its libraries",
         )
         parts = [f"{label} {show_bytes(num_bytes)}" for label, num_bytes in start.setup.memory.parts() if num_bytes]
         self._field("", f"planned {show_bytes(start.setup.memory.need_bytes)}: {', '.join(parts)}")

@@ -111,7 +111,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
 
 def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: Stop) -> _Prepared:
     """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing."""
-    directory = Path(os.path.abspath(options.store))
+    directory = Path(os.path.abspath(options.store))  # noqa: PTH100 (a link to a drive keeps its own name)
     with _named("--store", directory):
         resume = _check_place(directory, options)
         if options.metrics is not None:
@@ -135,7 +135,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         setup = prepare(model, layouts, options.trainer_config())
         weights = initialised(options.seed)
         if not resume:
-            scratch_bytes = setup.scratch_activation_bytes + setup.scratch_gradient_bytes
+            scratch_bytes = setup.scratch_bytes
             Store.check_creation(
                 directory,
                 layouts=layouts,
@@ -251,8 +251,9 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
         token_bytes=options.token_bytes,
         progress=_checked("reading data", report, stop),
     )
-    for notice in tokens.notices:
-        report.notice(notice)
+    if options.data:  # that a few of Python's own files are no UTF-8 concerns nobody
+        for notice in tokens.notices:
+            report.notice(notice)
     return tokens
 
 
@@ -285,7 +286,7 @@ def _step_data(run: _Prepared, tokens: TokenSource, report: Reporter) -> token_d
     return data
 
 
-# --- the store ----------------------------------------------------------------------------------------------------------
+# --- the store --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -296,7 +297,8 @@ def _store(
     options = run.options
     with _named("--store", run.directory), _undone(tokens):
         if run.found is not None:
-            store = Store.open(run.directory, engine=engine)
+            checking = _checked("checking the store", report, stop)
+            store = Store.open(run.directory, engine=engine, check="crc", progress=checking)
             if store.record != run.found:
                 store.close()
                 raise StoreRefusedError(
@@ -344,7 +346,7 @@ def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]
     }
 
 
-# --- steps --------------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _loop(

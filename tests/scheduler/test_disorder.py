@@ -7,7 +7,6 @@ Plans alone, without bytes, are tested in `test_plan.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -61,9 +60,9 @@ def test_unlucky_order(plan: Order, seed: int, courses: dict[Order, Course]) -> 
 
 #: Each leaves out a dependency that the plan needs.
 MUTATIONS: dict[str, tuple[Order, Mutation]] = {
-    "weights are read without waiting for their update": (
+    "a weight buffer is taken while a layer computes with it": (
         "vertical",
-        without_reads([Kind.READ_WEIGHTS], lambda resource: resource.part is not Part.STATE),
+        without_writes([Kind.ACQUIRE], lambda resource: resource.part is not Part.WEIGHTS),
     ),
     "staging is merged before it is read": (
         "vertical",

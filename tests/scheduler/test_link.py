@@ -16,7 +16,16 @@ def op(*, reads: tuple[Resource, ...] = (), writes: tuple[Resource, ...] = ()) -
 
 
 def plan_of(*ops: Op) -> Plan:
-    return Plan(name="toy", ops=ops, num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=())
+    return Plan(
+        name="toy",
+        ops=ops,
+        num_micro_batches=1,
+        cold=True,
+        pending=False,
+        scratch_activations=(),
+        scratch_gradients=(),
+        stashed_gradients=(),
+    )
 
 
 def waits(linked: LinkedPlan) -> list[set[int]]:
@@ -77,7 +86,7 @@ def reachable(pairs: set[tuple[int, int]], count: int) -> set[tuple[int, int]]:
 @settings(deadline=None)
 @given(first=_ops, second=_ops)
 def test_two_steps_joined_are_ordered_as_one_long_plan(first: list[Op], second: list[Op]) -> None:
-    """Specification: two ops are ordered exactly if a chain of conflicts (one writes what the other uses) joins them."""
+    """Two ops are ordered exactly if a chain of conflicts (one writes what the other uses) joins them."""
     count = len(first) + len(second)
     whole = first + second
     conflicts = {

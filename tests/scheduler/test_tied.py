@@ -77,7 +77,7 @@ def train_with_sums_apart(config: PreTrainedConfig, num_steps: int, micro_batche
     outcome = train_reference(
         config, make_steps(num_steps, micro_batches), twin, before_update=add, after_update=copy_back
     )
-    names = dict(reference_model(config).named_parameters()).keys()
+    names = dict(reference_model(config, attention=recipe.attention).named_parameters()).keys()
     (extra,) = outcome.initial.keys() - names
     for values in (outcome.initial, outcome.states.weights, outcome.states.exp_avg, outcome.states.exp_avg_sq):
         del values[extra]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hoist.tools import cli
+from hoist.tools.options import TrainOptions
 from tests.support.models import VOCAB_SIZE, reference_model, tiny_config
 
 SEQ_LEN, ROWS, MICRO_BATCHES = 16, 2, 2
@@ -67,11 +68,11 @@ def process_arguments(arguments: Sequence[object]) -> list[str]:
 
 
 def run_process(
-    *arguments: object, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Result:
-    """Run a command in a process of its own, to its end; ``prefix`` is a command that runs it."""
+    """Run a command in a process of its own, to its end."""
     ended = subprocess.run(
-        [*prefix, *process_arguments(arguments)],
+        process_arguments(arguments),
         capture_output=True,
         text=True,
         check=False,
@@ -102,8 +103,24 @@ class Job:
     data: Path
     store: Path
 
+    @classmethod
+    def at(cls, folder: Path) -> Self:
+        """The job whose files are, or will be, in a folder."""
+        return cls(folder=folder, model=folder / "model", data=folder / "tokens.npy", store=folder / "store")
+
+    def options(self, **changed: object) -> TrainOptions:
+        """The options of :meth:`arguments`, as `hoist.tools.train.train` takes them."""
+        told = {name: str(value) for name, value in self._told(changed).items()}
+        return TrainOptions.make(config=None, command_line={**told, "data": (told["data"],)})
+
     def arguments(self, *more: object, **changed: object) -> list[object]:
         """Arguments of `hoist train`; a keyword replaces an option (None leaves it out), ``more`` is appended."""
+        words: list[object] = ["train"]
+        for name, value in self._told(changed).items():
+            words += ["--" + name.replace("_", "-"), value]
+        return [*words, *more]
+
+    def _told(self, changed: Mapping[str, object]) -> dict[str, object]:
         options: dict[str, object] = {
             "model": self.model,
             "data": self.data,
@@ -117,29 +134,27 @@ class Job:
             "max_chunk_elements": 8192,
             **changed,
         }
-        told: list[object] = ["train"]
-        for name, value in options.items():
-            if value is not None:
-                told += ["--" + name.replace("_", "-"), value]
-        return [*told, *more]
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def make_job(folder: Path, *, family: str = "llama", num_steps: int = 12, **config: Any) -> Job:
     """A job whose data lasts for ``num_steps`` steps of the usual size."""
-    model = folder / "model"
+    job = Job.at(folder)
     made = tiny_config(family)
     made.update(config)
-    made.save_pretrained(model)
-    data = folder / "tokens.npy"
-    np.save(data, np.random.default_rng(5).integers(3, VOCAB_SIZE, num_steps * TOKENS_PER_STEP).astype(np.uint16))
-    return Job(folder=folder, model=model, data=data, store=folder / "store")
+    made.save_pretrained(job.model)
+    np.save(job.data, np.random.default_rng(5).integers(3, VOCAB_SIZE, num_steps * TOKENS_PER_STEP).astype(np.uint16))
+    return job
 
 
 def save_model(
     directory: Path, family: str, *, dtype: torch.dtype = torch.float32, tied: bool = False, **saving: Any
 ) -> PreTrainedModel:
     """A model with weights of that type, written by transformers to ``directory``."""
-    model = reference_model(tiny_config(family, tied=tied), seed=3).to(dtype)
+    attention = "eager" if family == "gemma2" else "sdpa"  # Gemma-2 has no other
+    model = reference_model(tiny_config(family, tied=tied), seed=3, attention=attention)
+    convert: Any = model.to  # wrapped by transformers, without types
+    convert(dtype)
     model.eval()
     model.save_pretrained(directory, **saving)
     return model

@@ -1,7 +1,7 @@
 """Runs a trainer's ops in an unlucky order: each waits until a dealer, thread of its own, calls it up.
 
-The order is drawn from a seed: some kinds of ops are starved until nothing else can run. A plan whose dependencies are
-complete gives the same bits in any order; one that lacks a dependency does not, or breaks a rule of the residency table.
+The order is drawn from a seed: some kinds of ops are starved until nothing else can run. A plan whose dependencies
+are complete gives the same bits in any order; one that lacks one does not, or breaks a rule of the residency table.
 Late and early use of buffers by the I/O engine is `engines.PoisoningEngine`'s part.
 """
 

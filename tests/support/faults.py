@@ -23,6 +23,7 @@ from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
@@ -155,6 +156,22 @@ def go_on(
             losses.append(trainer.step(step).loss)
         trainer.commit()
     return losses
+
+
+def check_refusal(what: Job, directory: Path) -> str:
+    """A trainer for the store cannot be made: StoreRefusedError, and nothing of it stays. Returns the message."""
+    with (
+        nothing_left_behind(directory),
+        DirectEngine(num_threads=1) as engine,
+        Store.open(directory, engine=engine) as store,
+    ):
+        try:
+            Trainer(
+                model=what.staged, store=store, engine=engine, config=what.settings, baseline_bytes=0, setup=what.setup
+            ).close()
+        except StoreRefusedError as error:
+            return str(error)
+    raise AssertionError("the trainer was made")
 
 
 def snapshot(directory: Path) -> Snapshot:

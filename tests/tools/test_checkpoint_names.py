@@ -56,7 +56,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 def build(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[model_type])  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(CONFIGS[model_type])
     assert isinstance(model, PreTrainedModel)
     return model
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hoist.tiers.io.choose import why_no_kvikio
-from hoist.tiers.lock import StoreLock
 from hoist.tools import cli
 from tests.support.commands import (
     TOKENS_PER_STEP,
@@ -93,7 +92,11 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
     ],
 )
 def test_bad_usage(
-    arguments: list[str], pattern: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    pattern: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert re.search(pattern, hoist(capfd, *arguments).refusal())
@@ -195,7 +198,7 @@ for place in {str(read_only)!r}, {str(full)!r}:
 def test_another_writer(shell: Shell) -> None:
     shell.train(steps=1)
     shutil.rmtree(f"{shell.job.store}.tokens")
-    with StoreLockIn(shell.job.store) as pid:
+    with locked_by_another(shell.job.store) as pid:
         for more in ([], ["--fresh"]):
             line = shell.train_refused(*more, steps=2)
             assert f"--store {shell.job.store}: process {pid} on " in line
@@ -203,32 +206,17 @@ def test_another_writer(shell: Shell) -> None:
     shell.train(steps=2)
 
 
-class StoreLockIn:
-    """Another process that holds a store's lock; gives its id."""
-
-    def __init__(self, store: Path) -> None:
-        self._store = store
-
-    def __enter__(self) -> int:
-        ready, ready_end = os.pipe()
-        end, self._end = os.pipe()
-        self._pid = os.fork()
-        if not self._pid:
-            os.close(self._end)
-            lock = StoreLock(self._store / "LOCK")
-            os.write(ready_end, b"1")
-            os.read(end, 1)
-            lock.release()
-            os._exit(0)
-        os.close(ready_end)
-        os.close(end)
-        assert os.read(ready, 1) == b"1"
-        os.close(ready)
-        return self._pid
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._end)
-        os.waitpid(self._pid, 0)
+@contextmanager
+def locked_by_another(store: Path) -> Iterator[int]:
+    """Another process holds the store's lock; gives its id."""
+    program = "import sys; from pathlib import Path; from hoist.tiers.lock import StoreLock; "
+    program += "lock = StoreLock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read(); lock.release()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(store / "LOCK")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process.pid
 
 
 def test_a_store_of_another_model(shell: Shell, tmp_path: Path) -> None:
@@ -260,7 +248,8 @@ def test_models_that_cannot_be_trained(shell: Shell) -> None:
     config.write_text(json.dumps({"model_type": "t5"}))
     assert "model_type 't5' is not a causal language model" in shell.train_refused()
     # a causal LM without a list of layers: its blocks share one set of weights, or there is only one
-    config.write_text(json.dumps({"model_type": "openai-gpt", "n_layer": 0, "vocab_size": 503, "n_embd": 8, "n_head": 2}))
+    small = {"model_type": "openai-gpt", "n_layer": 0, "vocab_size": 503, "n_embd": 8, "n_head": 2}
+    config.write_text(json.dumps(small))
     assert re.match(r"--model .*: OpenAIGPT.*: no list of decoder layers", shell.train_refused())
     config.write_text(json.dumps(document | {"num_attention_heads": 5}))
     shell.train_refused()
@@ -369,7 +358,8 @@ def test_kvikio_where_it_cannot_work(shell: Shell) -> None:
 def test_export(shell: Shell) -> None:
     folder = shell.job.folder
     shell.train(steps=0, data=None)
-    assert "it exists, allowed is a new or an empty directory" in shell.refused("export", shell.job.store, shell.job.model)
+    line = shell.refused("export", shell.job.store, shell.job.model)
+    assert "it exists, allowed is a new or an empty directory" in line
     assert "File exists" in shell.refused("export", shell.job.store, shell.job.data / "out")
     assert "holds no hoist store" in shell.refused("export", shell.job.model, folder / "out")
     (folder / "empty").mkdir()

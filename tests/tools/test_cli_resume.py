@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
+from hoist.tools.train import train
 from tests.support.commands import Job, Result, curve, hoist, make_job, read_metrics, tree
+from tests.support.reporters import sending
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,36 +45,27 @@ def runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Runs:
     return Runs(job=make_job(tmp_path), capfd=capfd)
 
 
-COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "steps": 6}
+COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "steps": 5}
 
 
 def stopped_at(runs: Runs, store: str, step: int, **options: object) -> None:
-    """A run of ``options`` of which only ``step`` steps are done: a copy of the store as it was then is put back."""
-    from hoist.tools.train import train
-    from tests.support.reporters import sending
-    from tests.tools.test_cli_signals import options as as_options
-
-    import signal
-
-    end = train(
-        as_options(runs.job, store=runs.job.folder / store, metrics=runs.metrics(store), **options),
-        sending(signal.SIGINT, f"step {step}"),
-    )
-    assert end.step == step
+    """A run of ``options`` that was asked to stop after ``step`` steps."""
+    told = runs.job.options(store=runs.job.folder / store, metrics=runs.metrics(store), **options)
+    assert train(told, sending(signal.SIGINT, f"step {step}")).step == step
 
 
 def test_nothing_needs_to_be_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_at(runs, "parts", 3, **COSINE)
+    stopped_at(runs, "parts", 2, **COSINE)
     monkeypatch.chdir(runs.job.folder)
     shutil.rmtree(runs.job.model)  # the store has all of it
     resumed = runs.train("parts")
-    assert "resumed at step 3" in resumed.out
+    assert "resumed at step 2" in resumed.out
     assert "note" not in resumed.out
     runs.job = make_job(runs.job.folder)
     runs.train("whole", **COSINE)
     assert runs.curve("parts") == runs.curve("whole")
     again = runs.train("parts")
-    assert again.out.startswith("done     already: the store is at step 6, and --steps is 6; nothing was changed\n")
+    assert again.out.startswith("done     already: the store is at step 5, and --steps is 5; nothing was changed\n")
 
 
 def test_attention_and_dropout_are_remembered(runs: Runs, tmp_path: Path) -> None:
@@ -90,7 +84,7 @@ def test_attention_and_dropout_are_remembered(runs: Runs, tmp_path: Path) -> Non
 
 
 def test_what_is_told_otherwise_is_said(runs: Runs) -> None:
-    runs.train("store", steps=2, **{"lr": 0.01})
+    runs.train("store", steps=2)
     resumed = runs.train("store", "--steps", 4, "--lr", 0.02, "--order", "shuffle", "--host-memory", "20MiB")
     notes = [line for line in resumed.out.splitlines() if line.startswith("note")]
     assert notes == [
@@ -143,15 +137,26 @@ def test_totals_are_the_run_s_not_the_call_s(runs: Runs) -> None:
 
 
 def test_the_default_job(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of what `hoist train` does without arguments, in two calls."""
+    """One step of what `hoist train` does without arguments."""
     monkeypatch.chdir(tmp_path)
     first = hoist(capfd, "train", "--steps", 1)
     assert first.code == 0, first.err
     assert {path.name for path in tmp_path.iterdir()} == {"hoist-store", "hoist-store.tokens"}
     assert "model    tiny: 13,115,648 parameters in 18 stages; weights and Adam moments are 150.1 MiB\n" in first.out
     assert "budget 32.0 MiB; the states are 4.7 times as large" in first.out
+    assert "the promised 67.2 MiB\n" in first.out
     assert "go on    hoist train --store hoist-store --steps 2\n" in first.out
-    second = hoist(capfd, "train", "--steps", 2)
-    assert second.code == 0, second.err
-    assert "resumed at step 1" in second.out
-    assert "within the promised 67.2 MiB" in second.out
+    assert "export   hoist export hoist-store hoist-store-model\n" in first.out
+
+
+@pytest.mark.slow
+def test_the_default_job_is_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hoist(capfd, "train", "--steps", 1).code == 0
+    resumed = hoist(capfd, "train", "--steps", 2)
+    assert resumed.code == 0, resumed.err
+    assert "resumed at step 1" in resumed.out
+    exported = hoist(capfd, "export", "hoist-store", "hoist-store-model")
+    assert exported.code == 0, exported.err

@@ -1,4 +1,4 @@
-"""The contract between the NVMe tier and what moves its bytes. Engines are in files of their own; `choose.py` picks one.
+"""The contract between the NVMe tier and what moves its bytes. Engines have files of their own; `choose.py` picks one.
 
 A request is a path, a byte offset and a buffer; its answer is a future. Paths are absolute; engines keep their own
 bounded cache of open files. Nothing here knows of stages, chunks or slots.
@@ -39,9 +39,9 @@ class IoEngine(ABC):
     """Reads and writes file ranges asynchronously. Safe to call from several threads.
 
     Every method that returns a future raises nothing about the transfer itself: the future does, always as
-    :class:`hoist.tiers.errors.TransferError` (operation, file, offset, length, cause). A transfer is complete or failed,
-    never short. After a failed read the buffer's content is undefined; after a failed write the file range's is.
-    The caller keeps the buffer alive and untouched until the future is done.
+    :class:`hoist.tiers.errors.TransferError` (operation, file, offset, length, cause). A transfer is complete or
+    failed, never short. After a failed read the buffer's content is undefined; after a failed write the file range's
+    is. The caller keeps the buffer alive and untouched until the future is done.
     """
 
     #: ``direct``, ``kvikio``, or the name of a wrapper around one.
@@ -53,7 +53,7 @@ class IoEngine(ABC):
 
     @abstractmethod
     def write(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
-        """Write all of ``buffer`` (1-D contiguous uint8) to an existing file at byte ``offset``. Not durable until flushed."""
+        """Write all of ``buffer`` (1-D contiguous uint8) to an existing file at ``offset``. Durable once flushed."""
 
     @abstractmethod
     def flush(self, path: Path) -> Future[None]:
