@@ -33,8 +33,8 @@ class TrainerConfig:
     no_decay_norms: bool = False
     """True: biases and norms are not decayed. False, as in torch: all parameters are."""
     clip_norm: float = 0.0
-    """Largest global norm of a step's gradients; larger ones are scaled down to it. 0: no clipping. Clipping delays every
-    update into the next step, as the norm is known only when all gradients are."""
+    """Largest global norm of a step's gradients; larger ones are scaled down to it. 0: no clipping. Clipping delays
+    every update into the next step, as the norm is known only when all gradients are."""
     max_skipped_steps: int = 5
     """With clipping, a step whose gradients are not finite is skipped; so many in a row end the run."""
     delay: float = 0.0

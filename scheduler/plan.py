@@ -306,7 +306,7 @@ def vertical(
 def horizontal(
     stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, pending: bool = False
 ) -> Plan:
-    """The plan of a micro-batch-major step: the same results, more traffic. Arguments and errors as :func:`vertical`."""
+    """The plan of a micro-batch-major step: the same results, more traffic. Arguments, errors as :func:`vertical`."""
     return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold, pending)
 
 

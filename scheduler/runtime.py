@@ -216,7 +216,8 @@ class Runtime:
                 [
                     user
                     for user, own in enumerate(places.stages)
-                    if user == stage or any(lent.owner == stage and _overlap(piece, lent.placed) for lent in own.borrowed)
+                    if user == stage
+                    or any(lent.owner == stage and _overlap(piece, lent.placed) for lent in own.borrowed)
                 ]
                 for piece in pieces
             ]
@@ -304,7 +305,7 @@ class Runtime:
         record = self._store.record
         kept = 0 if record is None else record.step
         failure = TransferError(
-            f"step {step}, stage {stage.name!r}, {what}: {error}; the store keeps step {kept}: "
+            f"step {step - op.delayed}, stage {stage.name!r}, {what}: {error}; the store keeps step {kept}: "
             "when the drive works, run again to go on from there"
         )
         failure.errno = error.errno
@@ -569,8 +570,10 @@ class Runtime:
     def _chunk_is_touched(self, stage: int, chunk: int, state: StepState) -> bool:
         layout = self._layouts[stage]
         first = chunk * layout.chunk_elements
+        if state.skipped:
+            return False
         touched = state.touched[stage]
-        return not state.skipped and any(segment.name in touched for segment in layout.segments(first, first + layout.chunk_elements))
+        return any(segment.name in touched for segment in layout.segments(first, first + layout.chunk_elements))
 
     def _read_states(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
@@ -618,10 +621,8 @@ class Runtime:
         touched = state.touched[op.stage]
         # By the time of a delayed update, the optim lane may have counted the next step already.
         adam_steps = (state.adam_steps or {}) if op.delayed else self.adam_steps
-        if op.stashed:
-            gradient = slot.gradient(piece.num_elements)
-        else:
-            gradient = places.gradients[piece.start : piece.stop]
+        kept = places.gradients[piece.start : piece.stop]
+        gradient = slot.gradient(piece.num_elements) if op.stashed else kept
         if state.scale != 1.0:
             gradient.mul_(state.scale)
         segments = [

@@ -6,7 +6,6 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
