@@ -6,6 +6,7 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -70,8 +71,11 @@ class StepMetrics:
     """Most memory on an accelerator; 0 on a CPU-only machine."""
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object."""
-        return asdict(self)
+        """The metrics as a JSON object; what is infinite or no number is null, which JSON has no word for."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
 #: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
@@ -278,6 +282,7 @@ class Trainer:
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
         )
         if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
+            self._executor.drain()  # what was begun, a commit perhaps, is over when the error says where the store stands
             raise NonFiniteGradientError(
                 f"step {step}: the gradients were not finite in {self._counters.skipped_in_a_row} steps in a row; each "
                 "was skipped and the weights are as before; lower --lr, look at the data of these steps, or raise "

@@ -201,7 +201,8 @@ def test_delayed_updates_fill_the_buffer_that_would_be_read() -> None:
     reads = [(op.stage, op.piece) for op in plan.ops[:turn] if op.kind is Kind.READ_WEIGHTS]
     assert reads == [(stage, piece) for stage in range(2, 6) for piece in (0, 1)]
     at_once = [op for op in plan.ops[turn:] if op.kind is Kind.UPDATE]
-    assert [(op.stage, op.piece) for op in at_once] == [(stage, piece) for stage in (5, 4, 3, 2, 1, 0) for piece in (0, 1)]
+    updated = [(op.stage, op.piece) for op in at_once]
+    assert updated == [(stage, piece) for stage in (5, 4, 3, 2, 1, 0) for piece in (0, 1)]
     assert not any(op.delayed or op.fill or op.stashed for op in at_once)
 
 

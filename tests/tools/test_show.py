@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from hoist.scheduler.trainer import StepMetrics
 from hoist.tools.report import RunEnd, Totals, promised_bytes
-from hoist.tools.show import Display
+from hoist.tools.show import Display, _clipped
 
 MIB = 2**20
 
@@ -94,6 +96,21 @@ def test_outcomes(changed: dict[str, object], line: str) -> None:
     assert sum(shown.startswith("go on") for shown in screen.lines()) == 1
     if changed.get("signal"):
         assert "go on    hoist train --store 'a store'" in screen.lines()
+
+
+@pytest.mark.parametrize(
+    ("scale", "skipped", "cell"), [(1.0, 0, ""), (0.123456, 0, "x 0.12"), (1e-7, 3, "x 1e-07"), (0.0, 12, "skipped 12")]
+)
+def test_what_became_of_the_gradients(scale: float, skipped: int, cell: str) -> None:
+    assert _clipped(metrics(7, clip_scale=scale, skipped_steps=skipped)) == cell
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_what_is_no_number_is_null_in_json(name: str) -> None:
+    done = replace(metrics(7), **{name: float("nan")}).to_json()
+    assert done[name] is None
+    assert "NaN" not in json.dumps(done)
+    assert Totals().with_step(replace(metrics(7), loss=float("inf"))).first_loss is None
 
 
 @pytest.mark.parametrize("width", [80, 120])
