@@ -282,7 +282,7 @@ class Trainer:
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
         )
         if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
-            self._executor.drain()  # what was begun, a commit perhaps, is over when the error says where the store stands
+            self._executor.drain()  # what was begun, a commit perhaps, is over before the error says where the store is
             raise NonFiniteGradientError(
                 f"step {step}: the gradients were not finite in {self._counters.skipped_in_a_row} steps in a row; each "
                 "was skipped and the weights are as before; lower --lr, look at the data of these steps, or raise "

@@ -259,7 +259,6 @@ class Checked:
         self.plans: dict[int, LinkedPlan] = {}
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(4)
-        simulation.commits = [True] * 3
 
     def run(self, op: Op, step: int) -> None:
         with self.lock:

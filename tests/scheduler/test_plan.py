@@ -360,11 +360,10 @@ def test_neighbours_must_not_share_a_weight_buffer() -> None:
         Buffers(weights=(0, 0), gradients=(0, 1), num_staging=1, num_states=1, num_activations=4)
 
 
-@pytest.mark.parametrize("field", ["num_staging", "num_states"])
-def test_at_least_one_slot(field: str) -> None:
-    counts = {"num_staging": 1, "num_states": 1, field: 0}
+@pytest.mark.parametrize(("staging", "states"), [(0, 1), (1, 0)])
+def test_at_least_one_slot(staging: int, states: int) -> None:
     with pytest.raises(ValueError, match="at least one staging and one state slot"):
-        Buffers(weights=(0, 1), gradients=(0, 1), num_activations=4, **counts)
+        Buffers(weights=(0, 1), gradients=(0, 1), num_staging=staging, num_states=states, num_activations=4)
 
 
 def test_too_few_activation_slots_are_refused() -> None:

@@ -315,8 +315,7 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
-    sizes += (config.delay_in_force > 0,)
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), *sizes)
+    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), config.delay_in_force > 0, *sizes)
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))

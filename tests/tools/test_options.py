@@ -121,7 +121,8 @@ def test_least_whole_numbers(name: str, least: int) -> None:
         {"betas": "0.9"}, {"dropout": "-0.1"}, {"dropout": "nan"}, {"seed": str(2**63)}, {"host_memory": "much"},
         {"lr_schedule": "step"}, {"io": "aio"}, {"plan": "diagonal"}, {"attention": "flash"}, {"metrics": ""},
         {"delay": "1.1"}, {"delay": "nan"}, {"delay": "-1"},
-        {"clip_norm": "-1"}, {"clip_norm": "inf"}, {"clip_norm": "nan"}, {"max_chunk_elements": "4095"}, {"max_chunk_elements": "-4096"}, {"lr": "fast"},
+        {"clip_norm": "-1"}, {"clip_norm": "inf"}, {"clip_norm": "nan"},
+        {"max_chunk_elements": "4095"}, {"max_chunk_elements": "-4096"}, {"lr": "fast"},
     ],
 )  # fmt: skip
 def test_every_refusal_names_the_option(wrong: dict[str, str]) -> None:

@@ -105,11 +105,9 @@ def test_what_became_of_the_gradients(scale: float, skipped: int, cell: str) -> 
     assert _clipped(metrics(7, clip_scale=scale, skipped_steps=skipped)) == cell
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_what_is_no_number_is_null_in_json(name: str) -> None:
-    done = replace(metrics(7), **{name: float("nan")}).to_json()
-    assert done[name] is None
-    assert "NaN" not in json.dumps(done)
+def test_what_is_no_number_is_null_in_json() -> None:
+    done = replace(metrics(7), loss=float("nan"), grad_norm=float("inf")).to_json()
+    assert json.loads(json.dumps(done, allow_nan=False)) == metrics(7).to_json() | {"loss": None, "grad_norm": None}
     assert Totals().with_step(replace(metrics(7), loss=float("inf"))).first_loss is None
 
 
