@@ -106,7 +106,7 @@ def _fill(
             stage_places.frozen.zero_()
             owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
             source(stage, owned, places.gradient_region)
-            _refuse_non_finite(owned)
+            refuse_non_finite(owned)
             _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
             done += layout.num_elements
             if progress is not None:
@@ -115,7 +115,8 @@ def _fill(
         places.close()
 
 
-def _refuse_non_finite(values: Mapping[str, Tensor]) -> None:
+def refuse_non_finite(values: Mapping[str, Tensor]) -> None:
+    """Raise ModelError, naming the tensor, if a floating-point one holds NaN or infinity. Takes about 1 MiB."""
     for name, value in values.items():
         if not value.is_floating_point():
             continue

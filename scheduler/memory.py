@@ -20,9 +20,12 @@ STAGING_BYTES = 4
 STATE_BYTES = 12
 #: Bytes an element of a gradient takes.
 GRADIENT_BYTES = 4
-#: Smallest piece that is chosen (elements): below this, requests are too small for a drive, and a plan's ops, some 5 KB
-#: for each piece of the model, would count beside the buffers.
-MIN_PIECE_ELEMENTS = 64 * 4096
+#: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
+MIN_PIECE_ELEMENTS = 16 * 4096
+#: Most pieces that the largest stage is cut into while pieces are smaller than this (elements): each costs some 5 KB of
+#: ops in the plan, which lie beside the buffers.
+MAX_PIECES_OF_STAGE = 32
+SMALL_PIECE_ELEMENTS = 64 * 4096
 #: Slots of each kind: fewest that work with overlap, and most that are of use.
 MIN_SLOTS = 2
 MAX_SLOTS = 4
@@ -212,7 +215,7 @@ def smallest(demand: Demand) -> MemoryPlan:
     """The division that needs the least: everything streams, one gradient buffer, spilled activations."""
     return MemoryPlan(
         demand=demand,
-        piece_elements=min(MIN_PIECE_ELEMENTS, demand.max_piece_elements),
+        piece_elements=min(_smallest_piece(demand), demand.max_piece_elements),
         num_staging=MIN_SLOTS,
         num_states=MIN_SLOTS,
         num_activations=min(MIN_ACTIVATION_SLOTS, demand.num_boundaries),
@@ -220,6 +223,15 @@ def smallest(demand: Demand) -> MemoryPlan:
         num_kept_gradients=0,
         num_resident=0,
     )
+
+
+def _smallest_piece(demand: Demand) -> int:
+    """Elements of the smallest piece worth choosing, a power of two."""
+    largest_stage = max(stage.gradients for stage in demand.stages) // 4
+    piece = MIN_PIECE_ELEMENTS
+    while piece < SMALL_PIECE_ELEMENTS and largest_stage > MAX_PIECES_OF_STAGE * piece:
+        piece *= 2
+    return piece
 
 
 def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) -> MemoryPlan:

@@ -22,7 +22,7 @@ from hoist.tiers.layout import (
     round_up,
 )
 
-#: The compute copy of weights is float32 (DESIGN: bf16 on this kind of machine is far slower).
+#: The compute copy of weights is float32 (many CPUs multiply bf16 far slower).
 COMPUTE_BYTES = 4
 PAGE_BYTES = 4096
 

@@ -31,10 +31,11 @@ from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, la
 FLOAT_BYTES = 4
 #: A heap that hands out blocks of many sizes holds this part more than is in use: 2 is a half (docs/tuning.md).
 HEAP_WASTE = 2
-#: Matrix products keep packed copies of their operands' blocks, per thread of torch; measured with MKL, 5 to 8 MiB.
+#: Matrix products keep packed copies of their operands' blocks: up to this much for each of torch's threads (measured
+#: with MKL, docs/tuning.md), and never more than the largest weight takes.
 PACKING_BYTES_PER_THREAD = 8 * 2**20
-#: The packing of so many threads fits the 32 MiB that the promise has beside the budget.
-FREE_PACKING_THREADS = 2
+#: So much of that fits the 32 MiB that the promise has beside the budget: two threads' worth.
+FREE_PACKING_BYTES = 2 * PACKING_BYTES_PER_THREAD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,8 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     for side in found.hidden_shape:
         hidden_bytes *= side
     batch_bytes = 2 * tokens.nbytes
-    packing = PACKING_BYTES_PER_THREAD * max(0, torch.get_num_threads() - FREE_PACKING_THREADS)
+    largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in placed.values()), default=0)
+    packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
     largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
     demand = Demand(
         stages=tuple(

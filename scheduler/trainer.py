@@ -162,6 +162,8 @@ class Trainer:
         if store.record is None:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
         self.config = config
+        #: Token ids that the model has an embedding for.
+        self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         self._store = store
         self._engine = engine
         self._setup = setup or prepare(model, store.layouts, config)
@@ -334,6 +336,9 @@ class Trainer:
             )
         num_items = 0
         for index, batch in enumerate(micro_batches):
+            missing = [name for name in ("input_ids", "labels") if name not in batch]
+            if missing:
+                raise ConfigError(f"micro-batch {index}: has no {' and no '.join(missing)}; give both, int64 [B, S]")
             ids, labels = batch["input_ids"], batch["labels"]
             if ids.dim() != 2 or ids.shape != labels.shape:
                 raise ConfigError(
@@ -344,6 +349,11 @@ class Trainer:
                 raise ConfigError(
                     f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
                     f"{config.seq_len} tokens (micro_batch_size, seq_len)"
+                )
+            if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+                raise ConfigError(
+                    f"micro-batch {index}: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
+                    f"{self._vocab_size - 1}"
                 )
             num_items += int((labels[:, 1:] != IGNORED_LABEL).sum())
         if not num_items:

@@ -1,8 +1,8 @@
 """The promise of --host-memory, from outside the process: in a control group that would kill it, and by sampling.
 
-What is promised: anonymous and shared memory beyond that of the warm process stays below 1.1 times the budget and 32 MiB,
-for making a store, training, committing, resuming and exporting, however many layers there are. The arithmetic of the
-budget is tested in tests/scheduler/test_memory.py.
+What is promised: anonymous and shared memory beyond that of the warm process stays below 1.1 times the budget and 32
+MiB, for making a store, training, committing, resuming and exporting, however many layers there are. The arithmetic of
+the budget is tested in tests/scheduler/test_memory.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Seconds between two looks at the child.
 INTERVAL_SECONDS = 0.01
 TIMEOUT_SECONDS = 280
+#: What a layer of a few pieces takes beside the buffers: its modules, its place in tables and its ops (docs/tuning.md).
+BOOKKEEPING_BYTES = 200 * 1024
+#: Two runs of the same task differ by up to this much: which thread allocates first decides how the heap lies.
+NOISE_BYTES = 6 * MIB
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -91,8 +95,8 @@ def group() -> Iterator[Path]:
 @pytest.mark.cgroup
 def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group: Path) -> None:
     """Page cache counts there as well. Creation, three steps, resume, another step and export; nothing is killed."""
-    task = Task(directory=str(directory), hidden=512, layers=32, vocab=2048, budget_mib=128, resumed_steps=1, export=True)
-    used, peak = run(replace(task, group=str(group)))
+    task = Task(directory=str(directory), hidden=512, layers=32, vocab=2048, budget_mib=128)
+    used, peak = run(replace(task, resumed_steps=1, export=True, group=str(group)))
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
     assert used.states >= 8 * used.budget
     assert 0 < used.group_peak <= used.group_limit
@@ -109,25 +113,36 @@ def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group
 )
 def test_the_peak_stays_below_the_line(directory: Path, rows: int, tokens: int, vocab: int, budget_mib: int) -> None:
     """Without any limit, and what the metrics say is what was seen."""
-    task = Task(directory=str(directory), hidden=512, layers=6, vocab=vocab, budget_mib=budget_mib, rows=rows, tokens=tokens)
-    used, peak = run(replace(task, steps=2, resumed_steps=1, export=True))
+    task = Task(directory=str(directory), hidden=512, layers=6, vocab=vocab, budget_mib=budget_mib)
+    used, peak = run(replace(task, rows=rows, tokens=tokens, steps=2, resumed_steps=1, export=True))
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
     assert peak <= used.allowed
     assert used.reported_peak == pytest.approx(peak, rel=0.10)
 
 
-def test_the_smallest_budget_works_and_does_not_depend_on_the_number_of_layers(directory: Path) -> None:
-    """4, 16 and 64 layers are refused below, and run at, the same budget, with the same peak."""
-    peaks: dict[int, int] = {}
-    budgets: dict[int, int] = {}
-    for layers in (4, 16, 64):
-        place = directory / str(layers)
-        place.mkdir()
-        used, peaks[layers] = run(Task(directory=str(place), hidden=256, layers=layers, vocab=4096, steps=2))
-        shutil.rmtree(place)
-        print(f"{layers} layers: {used}, sampled {peaks[layers] / MIB:.1f} MiB")
-        budgets[layers] = used.budget
-        assert used.need <= used.budget
-        assert peaks[layers] <= used.allowed
-    assert len(set(budgets.values())) == 1
-    assert max(peaks.values()) <= 1.05 * min(peaks.values())
+@pytest.fixture(scope="module")
+def with_four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Used, int]:
+    """The smallest budget of four layers, and the peak with it."""
+    place = tmp_path_factory.mktemp("layers")
+    used = run(smallest_task(place, layers=4))
+    shutil.rmtree(place)
+    return used
+
+
+def smallest_task(directory: Path, *, layers: int) -> Task:
+    return Task(directory=str(directory), hidden=256, layers=layers, vocab=4096, steps=2)
+
+
+@pytest.mark.parametrize("layers", [16, 64])
+def test_the_smallest_budget_does_not_depend_on_the_number_of_layers(
+    directory: Path, with_four_layers: tuple[Used, int], layers: int
+) -> None:
+    """It works, and a layer adds its modules, table entries and ops alone: a fiftieth of its states."""
+    fewest, fewest_peak = with_four_layers
+    used, peak = run(smallest_task(directory, layers=layers))
+    for each, seen in ((fewest, fewest_peak), (used, peak)):
+        print(f"{each}, sampled {seen / MIB:.1f} MiB")
+        assert each.need <= each.budget
+        assert seen <= each.allowed
+    assert used.budget == fewest.budget
+    assert peak - fewest_peak <= (layers - 4) * BOOKKEEPING_BYTES + NOISE_BYTES

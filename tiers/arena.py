@@ -7,6 +7,7 @@ outside the arena; `scheduler/memory.py` reserves it from the same budget.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from types import TracebackType
@@ -87,7 +88,8 @@ class Arena:
                 "give a smaller --host-memory or raise the process's address-space limit"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel built without huge pages refuses; only speed is lost
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         #: All of it; the mapping lives as long as this and the views made from it.
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         #: Open leases by offset, ascending.

@@ -92,7 +92,7 @@ class CommitRecord:
     adam_steps: Mapping[str, int]
     """Adam's step count by tensor name."""
     run: Mapping[str, Any]
-    """The caller's: random state, data position, schedule, counters. JSON."""
+    """The caller's, JSON; `hoist train` keeps the data's position, its options and totals."""
     drives: tuple[Mapping[str, Any], ...]
     """The directories that hold the store's chunks: ``id`` and ``path`` (``.`` is the store's own)."""
 

@@ -102,6 +102,7 @@ def stage_chunks(
 
 
 def all_chunks(directory: Path, layouts: Sequence[StageLayout]) -> list[StoredChunk]:
+    """Every chunk file of a store, both slots, and the frozen arrays; without checksums."""
     every_slot = range(store_format.NUM_SLOTS)
     return [
         chunk

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Tensors start on multiples of this many elements, so that torch's vectorised AdamW sees the same cuts in a piece as
-#: in a whole tensor and gives the same bits (DESIGN: it needs multiples of 16; 64 elements are 256 bytes).
+#: in a whole tensor and gives the same bits (it needs multiples of 16; 64 elements are 256 bytes).
 TENSOR_ALIGN_ELEMENTS = 64
 #: Chunks and pieces are multiples of this, so that every array's bytes are multiples of 4 KiB (2 bytes an element).
 CHUNK_QUANTUM_ELEMENTS = 4096

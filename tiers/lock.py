@@ -5,6 +5,7 @@ What a writer may do is `store.py`'s business. Readers take no lock.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -34,8 +35,10 @@ class StoreLock:
         while self._descriptor < 0:
             self._descriptor = self._try_lock()
         _held.add(self)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # a full drive: the lock is held all the same, only who holds it is not told
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder, 0)
 
     def _try_lock(self) -> int:
         """A locked descriptor of the file that is at the path now, or -1 if it was replaced meanwhile: try again."""

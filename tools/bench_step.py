@@ -2,7 +2,7 @@
 
 For each shape: hoist's step beside the same computation in memory (plain PyTorch, activation checkpointing, fused
 AdamW) and beside the bytes that the step moves at the bandwidth measured in the same run. The two sides take turns.
-The timeline of the median step says how much of it neither the compute nor the io lane was busy.
+The steps' timelines say for how much of a step neither the compute nor the io lane was busy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import measure_bandwidth
 from hoist.tools.sizes import parse_bytes, show_bytes
 
-#: seq_len, micro_batch_size, num_micro_batches of DESIGN's table.
+#: seq_len, micro_batch_size, num_micro_batches that are measured by default.
 SHAPES = ((64, 1, 4), (64, 1, 16), (256, 2, 8))
 #: Counted steps of each side before the other's turn.
 STEPS_A_ROUND = 3
@@ -58,13 +58,15 @@ class Row:
     read_bytes: int
     written_bytes: int
     idle_share: float
-    """Share of hoist's median step in which neither the compute nor the io lane was busy."""
+    """Share of a step of hoist's in which neither the compute nor the io lane was busy; median over the steps."""
+    timeline: tuple[str, ...]
+    """The lanes during hoist's last counted step, drawn by :func:`draw_timeline`."""
     ratios: tuple[float, ...]
-    """hoist's step over the larger of computation and I/O, of each pair."""
+    """hoist's step over the larger of the same computation in memory and I/O, of each pair."""
 
 
 def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
-    """The Llama shape of the table: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
+    """The Llama shape that is measured: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -100,6 +102,28 @@ def idle_share(spans: Sequence[Span], start: float, stop: float) -> float:
     return 1.0 - covered / (stop - start)
 
 
+def draw_timeline(spans: Sequence[Span], start: float, stop: float, *, columns: int = 72) -> list[str]:
+    """One line a lane: a block where it was busy for most of the column's time, a dot for some of it."""
+    width = (stop - start) / columns
+    lines = []
+    for lane in (Lane.COMPUTE, Lane.IO, Lane.OPTIM, Lane.COPY):
+        busy = [0.0] * columns
+        reached = start
+        for first, last in sorted((span.start, span.stop) for span in spans if span.op.lane is lane):
+            first, last = max(first, reached), min(last, stop)
+            reached = max(reached, last)
+            while first < last:
+                column = min(columns - 1, int((first - start) / width))
+                end = min(last, start + (column + 1) * width)
+                if end <= first:  # rounding at a column's edge
+                    break
+                busy[column] += end - first
+                first = end
+        marks = "".join("#" if share > 0.5 * width else "." if share > 0.05 * width else " " for share in busy)
+        lines.append(f"{lane.value:>8} |{marks}|")
+    return lines
+
+
 def measure(
     directory: Path,
     config: LlamaConfig,
@@ -132,6 +156,7 @@ def measure(
         memory_times: list[tuple[float, float]] = []
         timelines: list[float] = []
         metrics = []
+        drawn: list[str] = []
         reference = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         reference.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
@@ -150,6 +175,7 @@ def measure(
                         hoist_times.append(stopped - began)
                         metrics.append(step)
                         timelines.append(idle_share(trainer.last_spans, began, stopped))
+                        drawn = draw_timeline(trainer.last_spans, began, stopped)
                 trainer.wait()
                 memory_times += [in_memory(reference, optimizer, next(feed)) for _ in range(STEPS_A_ROUND)]
     read_bytes = int(statistics.median(step.nvme_read_bytes for step in metrics))
@@ -166,6 +192,7 @@ def measure(
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         idle_share=statistics.median(timelines),
+        timeline=tuple(drawn),
         ratios=tuple(
             ours / max(theirs, io_seconds) for ours, (theirs, _) in zip(hoist_times, memory_times, strict=True)
         ),
@@ -204,7 +231,12 @@ def show(rows: Sequence[Row]) -> None:
             show_bytes(row.read_bytes),
             show_bytes(row.written_bytes),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for row in rows:
+        console.print(f"\nlanes of one step, seq {row.seq_len} x {row.micro_batch_size} x {row.num_micro_batches}:")
+        for line in row.timeline:
+            console.print(line, markup=False, highlight=False)
 
 
 def main() -> None:
@@ -216,7 +248,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
-    parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: DESIGN's three")
+    parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
     parser.add_argument("--resident-weights", action="store_true", help="let spare memory keep weights")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()

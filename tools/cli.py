@@ -242,13 +242,11 @@ def export(
 def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_json: bool) -> int:
     from hoist.scheduler.errors import ConfigError
     from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.export import DTYPES, export_store
+    from hoist.tools.export import export_store
     from hoist.tools.show import Display
     from hoist.tools.sizes import parse_bytes, show_bytes
     from hoist.tools.stop import Stop
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     try:
         shard_bytes = parse_bytes(max_shard_size, minimum=1)
     except ValueError as error:

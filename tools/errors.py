@@ -41,7 +41,7 @@ class StoppedError(HoistError):
     """SIGINT or SIGTERM came before there was anything to keep; what was begun is removed again."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} before the work was done; nothing of it is left")
+        super().__init__(f"stopped by {signal.Signals(number).name}; what was unfinished is removed")
         self.exit_code = 128 + number
 
 

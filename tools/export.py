@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.reading import TensorReader
 from hoist.tiers.arena import Arena
 from hoist.tiers.errors import StoreFormatError
@@ -26,6 +27,7 @@ from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 WINDOW_ELEMENTS = 2**20
 STAGING_BYTES = 8 * 2**20
 
+#: What trainable weights can be written as.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,8 +56,12 @@ def export_store(
 
     Tied tensors are written once. Trainable weights are written as ``dtype``, frozen ones and buffers as they are kept.
     Needs about 24 MiB, whatever the model's size. The store may be trained meanwhile, but not for longer than to its
-    next commit: then ExportError. On any failure nothing is left at ``target``.
+    next commit: then ExportError. On any failure nothing is left at ``target``. Raises ConfigError for a ``dtype`` that
+    is not one of :data:`DTYPES`, StoreRefusedError and StoreFormatError where there is no whole store,
+    ExportRefusedError for a target that cannot be used, TransferError when a drive fails.
     """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")

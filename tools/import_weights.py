@@ -5,15 +5,21 @@ The files are read by `safetensors_reader.py`; initialisation without a checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
-from hoist.scheduler.creation import Source
+from hoist.scheduler.creation import Source, refuse_non_finite
 from hoist.scheduler.stages import Stage, StagedModel
+from hoist.tiers.arena import Arena
 from hoist.tiers.io.base import IoEngine
 from hoist.tools.checkpoint_names import match_model
 from hoist.tools.safetensors_reader import CheckpointReader
+
+#: Elements that :func:`check_weights` looks at in one go, and bytes that it reads at a time: 8 + 4 MiB in all.
+_WINDOW_ELEMENTS = 2 * 2**20
+_STAGING_BYTES = 4 * 2**20
 
 
 def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoEngine) -> Source:
@@ -28,3 +34,36 @@ def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoE
         reader.forget(engine)
 
     return fill
+
+
+def check_weights(
+    reader: CheckpointReader,
+    model: StagedModel,
+    engine: IoEngine,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Read every floating-point weight once and refuse NaN and infinity, before a store that is replaced is removed.
+
+    Making a store checks its weights too, as it writes them: with a store to lose that is too late. Takes 12 MiB.
+    ``progress`` gets done and total elements. Raises CheckpointError or ModelError, TransferError if a read fails.
+    """
+    specs = [spec for stage in model.stages for spec in stage.tensors if getattr(torch, spec.dtype).is_floating_point]
+    found = match_model(reader, model.model, {spec.name: spec.shape for spec in specs}, tuple(model.aliases.items()))
+    found.require(allow_unexpected=True)
+    arena = Arena(4 * _WINDOW_ELEMENTS + _STAGING_BYTES)
+    values = arena.lease(4 * _WINDOW_ELEMENTS, "values").tensor.view(torch.float32)
+    staging = arena.lease(_STAGING_BYTES, "staging").tensor
+    done, total = 0, sum(spec.num_elements for spec in specs)
+    try:
+        for spec in specs:
+            for start in range(0, spec.num_elements, _WINDOW_ELEMENTS):
+                part = values[: min(_WINDOW_ELEMENTS, spec.num_elements - start)]
+                reader.read_into(found.sources[spec.name], part, start_element=start, engine=engine, staging=staging)
+                refuse_non_finite({spec.name: part})
+                done += part.numel()
+                if progress is not None:
+                    progress(done, total)
+    finally:
+        reader.forget(engine)
+        arena.close()

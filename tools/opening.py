@@ -19,12 +19,13 @@ from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import DirectoryState, directory_state
+from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.import_weights import checkpoint_weights
-from hoist.tools.model_files import save_model_files
+from hoist.tools.import_weights import check_weights, checkpoint_weights
+from hoist.tools.model_files import config_difference, load_config, save_model_files
 from hoist.tools.presets import load_model_source
 
 
@@ -49,20 +50,30 @@ def open_trainer(
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
     """
     directory = Path(store).absolute()
-    resume = directory_state(directory) is DirectoryState.COMMITTED and not fresh
+    present = directory_state(directory) is DirectoryState.COMMITTED
+    resume = present and not fresh
     if model is None and not resume:
         raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
     source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
+    if resume:
+        difference = config_difference(source.config, load_config(directory / MODEL_DIRECTORY))
+        if difference is not None:
+            raise StoreRefusedError(
+                f"{directory}: the store holds another model than {source.name}: {difference}; leave model out to go on "
+                "with the store's own, name another store, or set fresh"
+            )
     staged = split(build_model(source.config, attention=attention, dropout=dropout))
     baseline_bytes = warm_up()
     with ExitStack() as cleanup:
         engine = cleanup.enter_context(choose_engine(io))
         if resume:
-            opened = cleanup.enter_context(Store.open(directory, engine=engine))
+            opened = cleanup.enter_context(Store.open(directory, engine=engine, check="crc"))
             setup = prepare(staged, opened.layouts, config)
         else:
             setup = prepare(staged, lay_out_stages(staged), config)
             checkpoint = source.checkpoint
+            if checkpoint is not None and present:  # a store that is replaced is removed before weights are written
+                check_weights(checkpoint, staged, engine)
             opened = cleanup.enter_context(
                 create_store(
                     directory,

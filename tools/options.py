@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from hoist.optim import SCHEDULE_KINDS, AdamWHyperparameters, HyperparameterError, Schedule
+from hoist.scheduler.config import Order as Plan
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
+from hoist.tools.data import Order as DataOrder
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
-DataOrder = Literal["sequential", "shuffle"]
-Plan = Literal["vertical", "horizontal"]
 
 #: What the options are when no model is named: a small model on text that every machine has, in about two minutes, with
 #: states several times as large as the budget.

@@ -353,6 +353,7 @@ def _header(tensors: Sequence[PlannedTensor]) -> bytearray:
 
 
 def sync_path(path: Path) -> None:
+    """Make a file's bytes, or a directory's entries, durable (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

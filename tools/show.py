@@ -12,6 +12,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.trainer import StepMetrics
 from hoist.tools.report import RunEnd, RunStart, promised_bytes
 from hoist.tools.sizes import show_bytes
@@ -20,7 +21,6 @@ from hoist.tools.sizes import show_bytes
 LOG_SECONDS = 5.0
 #: On a terminal, the columns' names again after so many steps.
 HEADING_STEPS = 40
-STATE_BYTES = 12
 _LABEL_WIDTH = 9
 #: Steps whose mean speed tells how long the rest will take: not the first, which also warms up.
 _SPEED_STEPS = 20

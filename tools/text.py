@@ -20,12 +20,12 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from hoist.tiers.io.requests import drop_cache
 from hoist.tools.errors import DataError, ModelSourceError
 from hoist.tools.tokens import (
     Progress,
     TokenFacts,
     TokenFile,
-    drop_pages,
     read_note,
     refuse_os_errors,
     short_hash,
@@ -316,7 +316,7 @@ def text_blocks(path: Path, facts: _TextFacts) -> Iterator[str]:
                 pending = pending[cut:]
             if not data:
                 break
-            drop_pages(file.fileno(), 0, file.tell())
+            drop_cache(file.fileno(), 0, file.tell())
     if pending:
         yield pending
     facts.repaired = seen != kept

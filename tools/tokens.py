@@ -20,6 +20,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from hoist.tiers.io.requests import drop_cache
 from hoist.tools.errors import DataError, DataReadError
 
 #: Called with (bytes done, bytes in all) while data is prepared.
@@ -27,7 +28,6 @@ Progress = Callable[[int, int], None]
 
 #: Bytes that one read of the checking pass takes; a multiple of every item size.
 SCAN_BYTES = 4 * 2**20
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +252,7 @@ def _read_ids(file: TokenFile, first: int, count: int) -> npt.NDArray[Any]:
                         "does; it was cut while in use, restore it and resume"
                     )
                 done += moved
-            drop_pages(descriptor, offset, len(buffer))
+            drop_cache(descriptor, offset, len(buffer))
         finally:
             os.close(descriptor)
     except DataReadError:
@@ -264,13 +264,6 @@ def _read_ids(file: TokenFile, first: int, count: int) -> npt.NDArray[Any]:
             "again and resume"
         ) from error
     return ids
-
-
-def drop_pages(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Ask the kernel to forget the pages of a file range; pages that are not yet on disk stay."""
-    first = offset // _PAGE_BYTES * _PAGE_BYTES
-    last = -(-(offset + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
-    os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

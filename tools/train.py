@@ -34,7 +34,7 @@ from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
 from hoist.tools.errors import MetricsError, RunFailedError
-from hoist.tools.import_weights import checkpoint_weights
+from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
 from hoist.tools.options import TrainOptions
@@ -144,6 +144,9 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             )
             if source.checkpoint is not None:
                 weights = checkpoint_weights(source.checkpoint, model, engine)
+                if allocation.directory_state(directory) is DirectoryState.COMMITTED:  # --fresh: there is one to lose
+                    checking = _checked("checking the weights", report, stop)
+                    check_weights(source.checkpoint, model, engine, progress=checking)
         stop.check()
     return _Prepared(
         options=options,

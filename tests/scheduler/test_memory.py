@@ -87,10 +87,11 @@ def test_the_smallest_need_is_the_formula() -> None:
     plan = smallest(uniform(4))
     assert plan.weight_bytes == (9 + 6) * MIB
     assert plan.gradient_bytes == 9 * MIB
-    assert plan.ring_bytes == MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
+    # 9 MiB of float32 are 36 of the smallest pieces, more than 32: pieces are twice as large.
+    assert plan.ring_bytes == 2 * MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
     assert plan.activation_bytes == MIN_ACTIVATION_SLOTS * 256 * 1024
     assert plan.workspace_bytes == 5 * MIB + 123_456
-    assert plan.need_bytes == (15 + 9 + 9 + 2 + 8 + 1 + 5) * MIB + 123_456
+    assert plan.need_bytes == (15 + 9 + 9 + 2 + 4 + 1 + 5) * MIB + 123_456
     assert (STAGING_BYTES, STATE_BYTES) == (2 + 2, 2 + 2 + 4 + 4)
 
 
@@ -141,7 +142,7 @@ def test_the_refusal_names_the_terms() -> None:
         divide(uniform(4), budget_bytes=20 * MIB)
     message = str(caught.value)
     assert message.startswith(
-        "--host-memory: 20.0 MiB is too small; at least 49.1 MiB are needed (weight buffers 15.0 MiB, "
+        "--host-memory: 20.0 MiB is too small; at least 45.1 MiB are needed (weight buffers 15.0 MiB, "
     )
     assert "workspace of a stage 5.0 MiB" in message
 
@@ -234,7 +235,7 @@ def test_the_smallest_budget_with_delay_has_room_for_gradients_that_come_back() 
     """Beside the same, 4 bytes an element of a state slot."""
     plan, at_once = smallest(uniform(4, delayed=True)), smallest(uniform(4))
     assert GRADIENT_BYTES == 4
-    assert plan.need_bytes - at_once.need_bytes == MIN_SLOTS * MIN_PIECE_ELEMENTS * GRADIENT_BYTES
+    assert plan.need_bytes - at_once.need_bytes == MIN_SLOTS * plan.piece_elements * GRADIENT_BYTES
     assert plan.gradient_bytes == at_once.gradient_bytes
 
 

@@ -1,7 +1,7 @@
 """A process that makes a store, trains, resumes and exports under a host-memory budget, and says what it used.
 
 Run as `python -m tests.support.memory_run JSON`; prints one JSON object. With a control group in the JSON it joins it
-before anything is imported, and limits it, once it is warm, to the promise. The tests are in tests/test_memory_promise.py.
+before anything is imported, and limits it, once it is warm, to the promise. tests/test_memory_promise.py has the tests.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main(task: Task) -> Used:
         num_attention_heads=task.hidden // 64,
         tie_word_embeddings=False,
     )
-    mapping: Any = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]  # its module is imported on demand
+    mapping: Any = AutoModelForCausalLM._model_mapping  # its module is imported on demand
     assert mapping[type(model)]
     baseline = warm_up()
 
@@ -158,8 +158,8 @@ def main(task: Task) -> Used:
         limit = group.working_set_bytes() + allowed
         group.limit(limit)
     model.save_pretrained(directory / "model")
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(model).parameters())
+    of_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
+    parameters = task.layers * of_layer + 2 * task.vocab * model.hidden_size + model.hidden_size
     losses: list[float] = []
     reported = 0
     store = directory / "store"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from hoist.tiers.io.choose import why_no_kvikio
 from hoist.tools import cli
+from hoist.tools.errors import RunFailedError
+from hoist.tools.exits import describe
+from hoist.tools.train import train
 from tests.support.commands import (
     TOKENS_PER_STEP,
     Job,
@@ -29,6 +33,7 @@ from tests.support.commands import (
     save_model,
     tree,
 )
+from tests.support.reporters import Recorder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -302,6 +307,18 @@ def test_weights_that_are_no_numbers(shell: Shell) -> None:
         assert re.match(r"checkpoint .*: tensor 'model.layers.2.mlp.up_proj.weight' is NaN at element 327", line)
 
 
+def test_starting_over_from_weights_that_are_no_numbers_keeps_the_store(shell: Shell) -> None:
+    save_model(shell.job.model, "llama")
+    shell.train(steps=1)
+    path = shell.job.model / "model.safetensors"
+    tensors = load_file(path)
+    for value, told in ((torch.nan, "is NaN at element 327"), (torch.inf, "holds NaN or infinity")):
+        tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = value
+        save_file(tensors, path)
+        assert told in shell.train_refused("--fresh", steps=1)
+    shell.train(steps=2)
+
+
 # --- data and metrics -------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +386,39 @@ def test_export(shell: Shell) -> None:
 
 
 # --- what is no refusal -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(5, "Input/output error", "/drive/x"), "/drive/x: Input/output error; run with HOIST_TRACEBACK=1 for"),
+        (MemoryError(), "out of memory: the system gave no more; free some, or give a smaller --host-memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: DefaultCPUAllocator: can't"),
+        (ZeroDivisionError("by zero"), "internal error: ZeroDivisionError: by zero; run with HOIST_TRACEBACK=1 for"),
+    ],
+)
+def test_unexpected_errors(error: Exception, line: str) -> None:
+    told = describe(error)
+    assert told is not None
+    assert told[0].startswith(line)
+    assert told[1] == 1
+
+
+def test_a_drive_that_fails_in_the_run(shell: Shell) -> None:
+    """A file of the store is cut while it is in use: the run ends with the file named and the last commit whole."""
+
+    def cut(moment: str) -> None:
+        if moment == "step 2":
+            for path in shell.job.store.glob("stages/*/*/c/*/*"):
+                os.truncate(path, 0)
+
+    with pytest.raises(RunFailedError) as raised:
+        train(shell.job.options(steps=9, commit_every=100, host_memory="2MiB"), Recorder(at=cut))
+    assert re.search(rf"{re.escape(str(shell.job.store))}/stages/.*/c/\d/\d+", str(raised.value))
+    assert f"--store {shell.job.store} stays at its last commit, step 0: remove the cause and go on with " in str(
+        raised.value
+    )
+    assert raised.value.exit_code == 1
 
 
 def test_a_bug_is_one_line_too(

@@ -65,7 +65,7 @@ def test_before_there_is_a_store(job: Job, number: signal.Signals, moment: str) 
     for name in "ab":
         (text / f"{name}.txt").write_text("a line of text\n" * 100)
     before = tree(job.folder)
-    with pytest.raises(StoppedError, match=f"stopped by {number.name} before the work was done; nothing") as stopped:
+    with pytest.raises(StoppedError, match=f"stopped by {number.name}; what was unfinished is removed") as stopped:
         stop(job, sending(number, moment), data=text)
     assert stopped.value.exit_code == 128 + number
     cache = Path(f"{job.store}.tokens")

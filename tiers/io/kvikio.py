@@ -281,7 +281,7 @@ def _load_kvikio() -> Any:
         module = importlib.import_module("kvikio")
         importlib.import_module("kvikio.defaults")
         importlib.import_module("kvikio.cufile_driver")
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: its own library cannot be loaded
         raise RefusalError(
             f"I/O engine kvikio: kvikio cannot be imported ({error}); "
             "pip install 'hoist-engine[gds]' or use the engine 'direct'"

@@ -1,6 +1,6 @@
-"""How fast a directory's drive is through an engine, measured by a real write, flush, read and check. For `doctor`.
+"""How fast a directory's drive is through an engine, measured by a real write, flush, read and check.
 
-Chunk files are dealt out to drives in proportion to these numbers (`store.py`); nothing is remembered here.
+For `hoist doctor` and `bench_step.py`. Nothing is remembered here, and no run depends on these numbers.
 """
 
 from __future__ import annotations
