@@ -13,7 +13,7 @@ from hoist.optim.adamw import (
     decay_for,
 )
 from hoist.optim.errors import HyperparameterError
-from hoist.optim.norm import NORM_BLOCK_ELEMENTS, SquareSum
+from hoist.optim.norm import NORM_BLOCK_ELEMENTS, SquareSum, clip_scale
 from hoist.optim.schedules import SCHEDULE_KINDS, Schedule, ScheduleKind
 from hoist.optim.split import SPLIT_BLOCK_ELEMENTS, merge, split
 
@@ -31,6 +31,7 @@ __all__ = [
     "ScheduleKind",
     "SegmentUpdate",
     "SquareSum",
+    "clip_scale",
     "decay_for",
     "merge",
     "split",

@@ -58,3 +58,11 @@ class SquareSum:
                 squares.mul_(squares)
                 total += float(np.add.reduce(squares.numpy()))
         return total
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """What gradients of global norm ``norm`` are multiplied with to have at most ``max_norm``; 1.0 if they have.
+
+    ``max_norm / (norm + 1e-6)``, at most 1, rounded to float32: torch.nn.utils.clip_grad_norm_'s formula. Both finite.
+    """
+    return float(np.float32(min(1.0, max_norm / (norm + 1e-6))))

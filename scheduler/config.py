@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,13 @@ class TrainerConfig:
     """Learning rate of every step."""
     no_decay_norms: bool = False
     """True: biases and norms are not decayed. False, as in torch: all parameters are."""
+    clip_norm: float = 0.0
+    """Largest global norm of a step's gradients; larger ones are scaled down to it. 0: no clipping. Clipping delays
+    every update into the next step, as the norm is known only when all gradients are."""
+    max_skipped_steps: int = 5
+    """With clipping, a step whose gradients are not finite is skipped; so many in a row end the run."""
+    delay: float = 0.0
+    """Share of each stage's chunks (0 to 1) that is updated in the next step's forward, just before it is needed."""
     plan: Order = "vertical"
     """``horizontal`` gives the same results with the traffic of a micro-batch-major engine; for comparisons."""
     seed: int = 0
@@ -44,11 +52,22 @@ class TrainerConfig:
     validate: bool = False
     """Re-check residency after every op; for tests."""
 
+    @property
+    def delay_in_force(self) -> float:
+        """The delay that is used: all of it where gradients are clipped."""
+        return 1.0 if self.clip_norm else self.delay
+
     def __post_init__(self) -> None:
         for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}: {value} is not positive")
+        if not 0.0 <= self.delay <= 1.0:
+            raise ConfigError(f"delay: {self.delay} is not a share from 0 to 1")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
+            raise ConfigError(f"clip_norm: {self.clip_norm} is not a finite number of at least 0 (0: no clipping)")
+        if self.max_skipped_steps < 1:
+            raise ConfigError(f"max_skipped_steps: {self.max_skipped_steps} is not positive")
         if self.seq_len < 2:
             raise ConfigError(f"seq_len: {self.seq_len} is too short; a label needs a token before it, so at least 2")
         if self.plan not in ("vertical", "horizontal"):

@@ -71,7 +71,7 @@ def create_store(
         layouts=setup.layouts,
         attributes=attributes,
         engine=engine,
-        scratch_bytes=setup.scratch_activation_bytes + setup.scratch_gradient_bytes,
+        scratch_bytes=setup.scratch_bytes,
         fresh=fresh,
         progress=report("reserving space"),
     )

@@ -5,7 +5,7 @@ What fails during a step is not here: the tiers raise their own errors, see `tie
 
 from __future__ import annotations
 
-from hoist.tiers.errors import RefusalError
+from hoist.tiers.errors import HoistError, RefusalError
 
 
 class ModelError(RefusalError):
@@ -14,3 +14,7 @@ class ModelError(RefusalError):
 
 class ConfigError(RefusalError):
     """A setting has a value that cannot be honoured; the message names it, the value and what is allowed."""
+
+
+class NonFiniteGradientError(HoistError, ArithmeticError):
+    """The gradients of too many steps in a row were infinite or NaN; none of these steps changed the weights."""

@@ -18,6 +18,8 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 STAGING_BYTES = 4
 #: Bytes an element takes in a state slot: weight_hi, weight_lo, exp_avg, exp_avg_sq.
 STATE_BYTES = 12
+#: Bytes an element of a gradient takes.
+GRADIENT_BYTES = 4
 #: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
 MIN_PIECE_ELEMENTS = 16 * 4096
 #: Most pieces that the largest stage is cut into while pieces are smaller than this (elements): each costs some 5 KB of
@@ -61,6 +63,8 @@ class Demand:
     """Masks, positions and rotary tables of a step's micro-batches, batches included."""
     max_piece_elements: int
     """Largest piece that is of use, in elements: see :func:`piece_limit`."""
+    delayed: bool
+    """Some updates are delayed into the next step: their gradients must wait."""
     horizontal: bool
     """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
 
@@ -76,7 +80,9 @@ class MemoryPlan:
     num_states: int
     num_activations: int
     num_gradient_buffers: int
-    """1, 2, or as many as stages (every gradient stays in memory)."""
+    """1 or 2, which the stages without a buffer of their own share."""
+    num_kept_gradients: int
+    """Stages, counted from the last, with a gradient buffer of their own, where gradients can wait."""
     num_resident: int
     """Stages, counted from the last, whose weights stay in memory from step to step."""
 
@@ -98,19 +104,30 @@ class MemoryPlan:
         return _pair_bytes([stage.weights for stage in self._streamed])
 
     @property
-    def gradient_bytes(self) -> int:
-        """Region of the gradient buffers."""
-        gradients = [stage.gradients for stage in self.demand.stages]
+    def _shared_gradients(self) -> list[int]:
+        return [stage.gradients for stage in self.demand.stages[: len(self.demand.stages) - self.num_kept_gradients]]
+
+    @property
+    def _shared_gradient_bytes(self) -> int:
         if self.num_gradient_buffers == 1:
-            return max(gradients)
-        if self.num_gradient_buffers == 2:
-            return _pair_bytes(gradients)
-        return sum(gradients)
+            return max(self._shared_gradients, default=0)
+        return _pair_bytes(self._shared_gradients)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Region of the gradient buffers: the shared ones, then each stage's own."""
+        kept = self.demand.stages[len(self.demand.stages) - self.num_kept_gradients :]
+        return self._shared_gradient_bytes + sum(stage.gradients for stage in kept)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes an element takes in a state slot: the four arrays, and its gradient if some come back from scratch."""
+        return STATE_BYTES + (GRADIENT_BYTES if self.demand.delayed and len(self._shared_gradients) > 1 else 0)
 
     @property
     def ring_bytes(self) -> int:
         """Staging and state slots."""
-        return self.piece_elements * (self.num_staging * STAGING_BYTES + self.num_states * STATE_BYTES)
+        return self.piece_elements * (self.num_staging * STAGING_BYTES + self.num_states * self.state_bytes)
 
     @property
     def activation_bytes(self) -> int:
@@ -146,15 +163,20 @@ class MemoryPlan:
             ("masks, positions, batches", self.demand.context_bytes),
         )
 
-    def buffers(self) -> Buffers:
-        """What a plan may use. Streamed stages alternate between weight buffers 0 and 1; others have their own."""
+    def buffers(self, delayed_from: Sequence[int] = ()) -> Buffers:
+        """What a plan may use. Buffers 0 and 1 alternate between streamed stages; the others have their own.
+
+        ``delayed_from``: see :class:`Buffers`.
+        """
         count = len(self.demand.stages)
         streamed = count - self.num_resident
         weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
-        gradients = tuple(stage % self.num_gradient_buffers for stage in range(count))
+        shared = count - self.num_kept_gradients
+        gradients = tuple(stage % self.num_gradient_buffers if stage < shared else 2 + stage for stage in range(count))
         return Buffers(
             weights=weights,
             gradients=gradients,
+            delayed_from=tuple(delayed_from),
             num_staging=self.num_staging,
             num_states=self.num_states,
             num_activations=self.num_activations,
@@ -173,11 +195,13 @@ class MemoryPlan:
 
     def gradient_offset(self, stage: int) -> int:
         """First byte of a stage's gradients in the gradient region."""
-        if self.num_gradient_buffers > 2:
-            return sum(stage_bytes.gradients for stage_bytes in self.demand.stages[:stage])
+        shared = len(self._shared_gradients)
+        if stage >= shared:
+            before = self.demand.stages[shared:stage]
+            return self._shared_gradient_bytes + sum(other.gradients for other in before)
         if self.num_gradient_buffers == 1 or stage % 2 == 0:
             return 0
-        return self.gradient_bytes - self.demand.stages[stage].gradients
+        return self._shared_gradient_bytes - self.demand.stages[stage].gradients
 
 
 def _pair_bytes(sizes: Sequence[int]) -> int:
@@ -196,6 +220,7 @@ def smallest(demand: Demand) -> MemoryPlan:
         num_states=MIN_SLOTS,
         num_activations=min(MIN_ACTIVATION_SLOTS, demand.num_boundaries),
         num_gradient_buffers=1,
+        num_kept_gradients=0,
         num_resident=0,
     )
 
@@ -213,8 +238,9 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
     """Divide a budget among the buffers, what saves the most waiting first.
 
     From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward),
-    larger and more pieces, boundary activations that needn't be spilled, in micro-batch-major order all gradients, and
-    last the weights of stages that then needn't be read again. Raises BudgetError with the smallest budget that works.
+    larger and more pieces, boundary activations that needn't be spilled, gradients that wait (for the next micro-batch
+    in micro-batch-major order, or for delayed updates), and last the weights of stages that then needn't be read again.
+    Raises BudgetError with the smallest budget that works.
     """
     plan = smallest(demand)
     if plan.need_bytes > budget_bytes:
@@ -244,8 +270,10 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
     if demand.activation_bytes:
         spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
         take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
-    if demand.horizontal:
-        take(replace(plan, num_gradient_buffers=max(3, len(demand.stages))))
+    if demand.horizontal or demand.delayed:
+        while plan.num_kept_gradients < len(demand.stages):
+            if not take(replace(plan, num_kept_gradients=plan.num_kept_gradients + 1)):
+                break
     while resident_weights and plan.num_resident < len(demand.stages):
         if not take(replace(plan, num_resident=plan.num_resident + 1)):
             break

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hoist.scheduler.memory import STAGING_BYTES, STATE_BYTES, MemoryPlan
+from hoist.scheduler.memory import GRADIENT_BYTES, STAGING_BYTES, STATE_BYTES, MemoryPlan
 from hoist.tiers.arena import Arena
 from hoist.tiers.layout import (
     CHUNK_QUANTUM_ELEMENTS,
@@ -77,6 +77,15 @@ class StateSlot:
         itemsize = (2, 2, 4, 4)[position]
         start = (0, 2, 4, 8)[position] * self._piece_elements
         return self._raw[start : start + itemsize * num_elements]
+
+    def gradient_bytes(self, num_elements: int) -> Tensor:
+        """uint8 view of a gradient that has come back from scratch; only where slots were made with room for it."""
+        start = STATE_BYTES * self._piece_elements
+        return self._raw[start : start + GRADIENT_BYTES * num_elements]
+
+    def gradient(self, num_elements: int) -> Tensor:
+        """The same, float32 [num_elements]."""
+        return self.gradient_bytes(num_elements).view(torch.float32)
 
     def arrays(self, num_elements: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """weight_hi, weight_lo (int16), exp_avg, exp_avg_sq (float32), each [num_elements]."""
@@ -165,7 +174,7 @@ class Places:
             self.loans[name] = _shaped(loan_region, position, placed)
             position = round_up(position + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
         staging_bytes = memory.piece_elements * STAGING_BYTES
-        state_bytes = memory.piece_elements * STATE_BYTES
+        state_bytes = memory.piece_elements * memory.state_bytes
         #: Staging slots: weight_hi in the first half, weight_lo in the second.
         self.staging = [ring[slot * staging_bytes : (slot + 1) * staging_bytes] for slot in range(memory.num_staging)]
         behind = memory.num_staging * staging_bytes

@@ -64,6 +64,8 @@ class Kind(Enum):
     """Activation slot -> NVMe scratch: boundary (``stage``, ``micro_batch``)."""
     FETCH_ACTIVATION = auto()
     """NVMe scratch -> activation slot."""
+    STASH_GRADIENT = auto()
+    """Gradient buffer of ``stage`` -> NVMe scratch: one piece whose update is delayed into the next step."""
     SPILL_GRADIENT = auto()
     """Gradient buffer of ``stage`` -> NVMe scratch."""
     FETCH_GRADIENT = auto()
@@ -89,6 +91,7 @@ LANES: dict[Kind, Lane] = {
     Kind.WRITE_STATES: Lane.IO,
     Kind.SPILL_ACTIVATION: Lane.IO,
     Kind.FETCH_ACTIVATION: Lane.IO,
+    Kind.STASH_GRADIENT: Lane.IO,
     Kind.SPILL_GRADIENT: Lane.IO,
     Kind.FETCH_GRADIENT: Lane.IO,
     Kind.COMMIT: Lane.COMMIT,
@@ -118,6 +121,10 @@ class Part(Enum):
     """A spilled boundary activation (stage, micro-batch)."""
     SCRATCH_GRADIENT = auto()
     """A spilled gradient (stage)."""
+    STASHED_GRADIENT = auto()
+    """The gradient of one piece that waits in scratch for its delayed update (stage, piece)."""
+    NORM = auto()
+    """The global gradient norm, which delayed updates may need."""
     COMMIT = auto()
     """The commit record: writers of states must not overtake it."""
 
@@ -148,6 +155,13 @@ class Op:
     """READ_WEIGHTS and MERGE: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
     refresh: tuple[int, ...] = ()
     """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
+
+    delayed: bool = False
+    """READ_STATES, UPDATE, WRITE_STATES: they belong to the step before, and run just before the stage is needed."""
+    fill: bool = False
+    """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
+    stashed: bool = False
+    """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
 
     @property
     def lane(self) -> Lane:
@@ -186,6 +200,9 @@ class Buffers:
     """Weight buffer of each stage. Neighbours must differ."""
     gradients: tuple[int, ...]
     """Gradient buffer of each stage."""
+    delayed_from: tuple[int, ...] = ()
+    """Per stage, the first piece whose update is delayed into the next step's forward; the first of a chunk, or the
+    number of pieces for none. Empty: nothing is delayed."""
     num_staging: int
     """Staging slots; at least 1."""
     num_states: int
@@ -230,10 +247,14 @@ class Plan:
     num_micro_batches: int
     cold: bool
     """True: weight buffers hold nothing at the start. False: they hold what the same plan leaves there at its end."""
+    pending: bool
+    """True: the delayed updates of the step before are still to be done."""
     scratch_activations: tuple[tuple[int, int], ...]
     """Boundary activations (stage, micro-batch) that are spilled at some time."""
     scratch_gradients: tuple[int, ...]
     """Stages whose gradients are spilled at some time."""
+    stashed_gradients: tuple[tuple[int, int], ...]
+    """Pieces (stage, piece) whose gradients wait in scratch for their delayed updates."""
 
 
 def vertical_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
@@ -272,20 +293,55 @@ def _check_counts(num_stages: int, num_micro_batches: int) -> None:
         raise ValueError(f"num_micro_batches: {num_micro_batches} is not positive")
 
 
-def vertical(stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool) -> Plan:
-    """The plan of a layer-major step. Raises ValueError if the buffers cannot serve it."""
-    return _build("vertical", stages, buffers, vertical_visits(len(stages), num_micro_batches), cold)
+def vertical(
+    stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, pending: bool = False
+) -> Plan:
+    """The plan of a layer-major step. Raises ValueError if the buffers cannot serve it.
+
+    ``cold`` and ``pending`` say what the step before left, see :class:`Plan`.
+    """
+    return _build("vertical", stages, buffers, vertical_visits(len(stages), num_micro_batches), cold, pending)
 
 
-def horizontal(stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool) -> Plan:
-    """The plan of a micro-batch-major step: the same results, more traffic. Raises ValueError as :func:`vertical`."""
-    return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold)
+def horizontal(
+    stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, pending: bool = False
+) -> Plan:
+    """The plan of a micro-batch-major step: the same results, more traffic. Arguments, errors as :func:`vertical`."""
+    return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold, pending)
 
 
-def _build(name: str, stages: Sequence[StageShape], buffers: Buffers, visits: tuple[Visit, ...], cold: bool) -> Plan:
-    first = _Builder(name, stages, buffers, visits, held=None)
-    plan = first.build()
-    return plan if cold else _Builder(name, stages, buffers, visits, held=first.held).build()
+def flush(stages: Sequence[StageShape], buffers: Buffers) -> Plan:
+    """The delayed updates of the last step alone, with no step to hide behind: what a commit between steps needs.
+
+    Weight buffers are left as the last step left them, with the new weights where they are kept.
+    """
+    builder = _Builder("flush", stages, buffers, vertical_visits(len(stages), 1), held=_held_at_end(stages, buffers))
+    return builder.build_flush()
+
+
+def _held_at_end(stages: Sequence[StageShape], buffers: Buffers) -> dict[int, int]:
+    """What weight buffers hold after a step: the same for every plan, as each ends with the first stages' backward."""
+    first = _Builder("", stages, buffers, vertical_visits(len(stages), 1), held=None)
+    first.build()
+    return first.held
+
+
+def _build(
+    name: str,
+    stages: Sequence[StageShape],
+    buffers: Buffers,
+    visits: tuple[Visit, ...],
+    cold: bool,
+    pending: bool,
+) -> Plan:
+    if cold and pending:
+        raise ValueError("cold: delayed updates cannot be pending where nothing has run yet")
+    held = None
+    if not cold:
+        first = _Builder(name, stages, buffers, visits, held=None)
+        first.build()
+        held = first.held
+    return _Builder(name, stages, buffers, visits, held=held, pending=pending).build()
 
 
 class _ActivationSlots:
@@ -351,7 +407,7 @@ def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
 
 
 class _Numbers(TypedDict, total=False):
-    """The fields of an :class:`Op` that say to what it does something."""
+    """The fields of an :class:`Op` that say to what it does something, and on which terms."""
 
     stage: int
     micro_batch: int
@@ -359,6 +415,9 @@ class _Numbers(TypedDict, total=False):
     slot: int
     output_slot: int
     owner: int
+    delayed: bool
+    fill: bool
+    stashed: bool
 
 
 class _Builder:
@@ -371,6 +430,7 @@ class _Builder:
         buffers: Buffers,
         visits: tuple[Visit, ...],
         held: dict[int, int] | None,
+        pending: bool = False,
     ) -> None:
         self.name = name
         self.stages = stages
@@ -388,6 +448,12 @@ class _Builder:
         #: Stage that each weight buffer holds, at this point of the plan.
         self.held: dict[int, int] = dict(held or {})
         self.scratch_gradients: set[int] = set()
+        self.stashed: list[tuple[int, int]] = []
+        #: Per stage, its first delayed piece.
+        self.delayed_from = buffers.delayed_from or tuple(stage.num_pieces for stage in stages)
+        self.was_pending = pending
+        #: Stages whose delayed updates of the step before are still to be done, at this point of the plan.
+        self.pending = {index for index, stage in enumerate(stages) if pending and self.is_delayed(index)}
         #: Stages that lend tensors to others, whose borrowed gradients wait in the loan.
         self.lenders = {owner for stage in stages for owner, _ in stage.borrowed}
         #: Last visit to each stage in this step, where its gradients are complete.
@@ -404,7 +470,7 @@ class _Builder:
         turn = next(index for index, visit in enumerate(self.visits) if visit.phase is Phase.LOSS)
         for index, visit in enumerate(self.visits):
             following = self.next_other_stage(index)
-            if following is not None:
+            if following is not None and not self.belongs_to_next_step(index, following):
                 self.load(following)
             if index == turn:
                 self.emit(Kind.COMMIT, writes=(Resource(Part.COMMIT, 0),))
@@ -414,9 +480,38 @@ class _Builder:
             ops=tuple(self.ops),
             num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
             cold=self.cold,
+            pending=self.was_pending,
             scratch_activations=tuple(sorted(self.activations.ever_spilled)),
             scratch_gradients=tuple(sorted(self.scratch_gradients)),
+            stashed_gradients=tuple(self.stashed),
         )
+
+    def build_flush(self) -> Plan:
+        for stage in range(len(self.stages)):
+            if self.is_delayed(stage):
+                self.update_delayed(stage, fill=False)
+        return Plan(
+            name=self.name,
+            ops=tuple(self.ops),
+            num_micro_batches=0,
+            cold=False,
+            pending=True,
+            scratch_activations=(),
+            scratch_gradients=(),
+            stashed_gradients=(),
+        )
+
+    def is_delayed(self, stage: int) -> bool:
+        """Some pieces of the stage are updated in the next step's forward."""
+        return self.delayed_from[stage] < self.stages[stage].num_pieces
+
+    def is_stashed(self, stage: int) -> bool:
+        """Its delayed gradients wait in scratch, since another stage takes its gradient buffer."""
+        return self.buffers.gradients.count(self.buffers.gradients[stage]) > 1
+
+    def belongs_to_next_step(self, index: int, stage: int) -> bool:
+        """The stage's next visit is in the next step and its delayed updates come first: it is loaded there."""
+        return self.is_delayed(stage) and all(visit.stage != stage for visit in self.visits[index:])
 
     def next_other_stage(self, index: int) -> int | None:
         """The stage visited next after the run of visits to this one, whose weights are loaded meanwhile.
@@ -445,17 +540,24 @@ class _Builder:
         self.ops.append(Op(kind, read, written, refresh=refresh, **numbers))
 
     def load(self, stage: int) -> None:
-        """Read a stage's weights, unless its buffer holds them."""
+        """Have a stage's weights in its buffer: its delayed updates first, then whatever the buffer does not hold."""
         buffer = self.buffers.weights[stage]
-        if self.held.get(buffer) == stage:
-            return
-        self.held[buffer] = stage
+        held = self.held.get(buffer) == stage
         weights = Resource(Part.WEIGHTS, buffer)
-        self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
+        if not held:
+            self.held[buffer] = stage
+            self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
+        filled = range(0)
+        if stage in self.pending:
+            self.pending.remove(stage)
+            self.update_delayed(stage, fill=not held)
+            filled = range(self.delayed_from[stage], self.stages[stage].num_pieces)
+        if held:
+            return
         shape = self.stages[stage]
         if shape.has_frozen:
             self.emit(Kind.READ_FROZEN, reads=(weights,), stage=stage)
-        own = [(stage, piece) for piece in range(shape.num_pieces)]
+        own = [(stage, piece) for piece in range(shape.num_pieces) if piece not in filled]
         for owner, piece in (*own, *shape.borrowed):
             slot = self.next_staging
             self.next_staging = (slot + 1) % self.buffers.num_staging
@@ -570,41 +672,102 @@ class _Builder:
             )
 
     def update(self, index: int, stage: int) -> None:
-        """The optimizer's ops of a stage whose gradients are complete."""
+        """The optimizer's ops of a stage whose gradients are complete: at once, or kept for the next step."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
         keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
-        self.emit(Kind.NORM, writes=(gradient, *loans), stage=stage)
+        self.emit(Kind.NORM, writes=(gradient, Resource(Part.NORM, 0), *loans), stage=stage)
+        if self.is_stashed(stage):
+            for piece in range(self.delayed_from[stage], self.stages[stage].num_pieces):
+                self.stashed.append((stage, piece))
+                stash = Resource(Part.STASHED_GRADIENT, stage, piece)
+                self.emit(Kind.STASH_GRADIENT, reads=(gradient,), writes=(stash,), stage=stage, piece=piece)
+        self.update_pieces(stage, range(self.delayed_from[stage]), keepers)
+
+    def update_delayed(self, stage: int, *, fill: bool) -> None:
+        """The updates that the step before left for this one. ``fill``: they also fill the stage's new buffer."""
+        pieces = range(self.delayed_from[stage], self.stages[stage].num_pieces)
+        keepers = tuple(
+            user
+            for user in self.users(stage)
+            if not (fill and user == stage) and self.held.get(self.buffers.weights[user]) == user
+        )
+        self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, stashed=self.is_stashed(stage))
+
+    def update_pieces(
+        self,
+        stage: int,
+        pieces: range,
+        keepers: tuple[int, ...],
+        *,
+        delayed: bool = False,
+        fill: bool = False,
+        stashed: bool = False,
+    ) -> None:
+        """Read, update and write some pieces of a stage."""
+        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        filled = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),) if fill else ()
         chunks = self.stages[stage].chunks
-        for piece, chunk in enumerate(chunks):
+        for piece in pieces:
+            chunk = chunks[piece]
             slot = self.next_state
             self.next_state = (slot + 1) % self.buffers.num_states
             states = Resource(Part.STATE_SLOT, slot)
             stored = Resource(Part.STATE, stage, piece)
             newest = Resource(Part.CHUNK, stage, chunk)
+            stash = (Resource(Part.STASHED_GRADIENT, stage, piece),) if stashed else ()
+            # A delayed update may need the norm of the whole step before: all of its gradients were measured then.
+            needs = (*(() if stashed else (gradient,)), *((Resource(Part.NORM, 0),) if delayed else ()), *filled)
             refresh = tuple(
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
             refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
             common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
-            self.emit(Kind.READ_STATES, common, reads=(stored, newest), writes=(states,))
-            self.emit(Kind.UPDATE, common, reads=(gradient,), writes=(states, *refreshed), refresh=refresh)
-            self.emit(Kind.WRITE_STATES, common, reads=(states, Resource(Part.COMMIT, 0)), writes=(stored,))
+            self.emit(
+                Kind.READ_STATES,
+                common,
+                reads=(stored, newest, *stash),
+                writes=(states,),
+                delayed=delayed,
+                stashed=stashed,
+            )
+            self.emit(
+                Kind.UPDATE,
+                common,
+                reads=needs,
+                writes=(states, *refreshed),
+                refresh=refresh,
+                delayed=delayed,
+                fill=fill,
+                stashed=stashed,
+            )
+            self.emit(
+                Kind.WRITE_STATES,
+                common,
+                reads=(states, Resource(Part.COMMIT, 0)),
+                writes=(stored,),
+                delayed=delayed,
+            )
             if piece + 1 == len(chunks) or chunks[piece + 1] != chunk:
-                pieces = self.pieces_of_chunk[stage][chunk]
-                self.emit(Kind.OPEN_CHUNK, reads=pieces, writes=(newest,), stage=stage, piece=piece)
+                written = self.pieces_of_chunk[stage][chunk]
+                self.emit(
+                    Kind.OPEN_CHUNK, reads=written, writes=(newest,), stage=stage, piece=piece, delayed=delayed
+                )
+
+    def users(self, stage: int) -> list[int]:
+        """Stages whose weight buffers have weights of ``stage``: itself, and borrowers of its tensors."""
+        return [
+            user
+            for user, shape in enumerate(self.stages)
+            if user == stage or any(owner == stage for owner, _ in shape.borrowed)
+        ]
 
     def keepers(self, index: int, stage: int) -> tuple[int, ...]:
         """Stages in whose buffers the weights of ``stage`` stay for the next visit: itself, borrowers of its tensors.
 
         A buffer that is taken by another stage before that loses them now: they will be read again.
         """
-        users = [
-            user
-            for user, shape in enumerate(self.stages)
-            if user == stage or any(owner == stage for owner, _ in shape.borrowed)
-        ]
-        held = [user for user in users if self.held.get(self.buffers.weights[user]) == user]
+        held = [user for user in self.users(stage) if self.held.get(self.buffers.weights[user]) == user]
         kept = tuple(user for user in held if self.next_holder(index, self.buffers.weights[user]) == user)
         for user in held:
             if user not in kept:

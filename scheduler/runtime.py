@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from hoist.optim.adamw import AdamWHyperparameters, PieceUpdater, SegmentUpdate, decay_for
-from hoist.optim.norm import SquareSum
+from hoist.optim.norm import SquareSum, clip_scale
 from hoist.optim.split import merge
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
-from hoist.scheduler.memory import STATE_BYTES
+from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, Kind, Op
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
@@ -66,8 +67,18 @@ class StepState:
     """Per stage, once its gradients are complete."""
     adam_steps: dict[str, int] | None = None
     """All tensors' step counts as of the end of this step, once known."""
+    scale: float = 1.0
+    """What its gradients are multiplied with, once the norm is known: below 1 when they are clipped."""
+    skipped: bool = False
+    """Its gradients are not finite: nothing is updated."""
+    gradient_uses: list[int] = field(default_factory=list)
+    """Per stage, pieces whose gradient is still to be used or stashed; then the gradient buffer is free."""
     chunks_left: dict[tuple[int, int], int] = field(default_factory=dict)
     """Pieces of (stage, chunk) that are still to be written."""
+
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradients, before any scaling; the square sums of all stages must be known."""
+        return math.sqrt(math.fsum(self.square_sums.values()))
 
 
 def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
@@ -162,6 +173,7 @@ class Runtime:
         piece_elements: int,
         optimizer: AdamWHyperparameters,
         no_decay_norms: bool,
+        clip_norm: float,
         seed: int,
         adam_steps: Mapping[str, int],
     ) -> None:
@@ -175,6 +187,8 @@ class Runtime:
         self._seed = seed
         self._optimizer = optimizer
         self._no_decay_norms = no_decay_norms
+        #: Largest global gradient norm; 0: gradients are not clipped.
+        self._clip_norm = clip_norm
         self._layouts: tuple[StageLayout, ...] = store.layouts
         #: Per stage, the cuts that loads and updates share.
         self.pieces: list[tuple[Piece, ...]] = [layout.pieces(piece_elements) for layout in self._layouts]
@@ -213,6 +227,8 @@ class Runtime:
         #: Where spilled activations and gradients go: path and byte offset, by key.
         self.scratch_activations: dict[tuple[int, int], tuple[Path, int]] = {}
         self.scratch_gradients: dict[int, tuple[Path, int]] = {}
+        #: Where the gradients of delayed pieces wait: path and byte offset of the stage's first element.
+        self.stashed_gradients: dict[int, tuple[Path, int]] = {}
         self._run: dict[Kind, Callable[[Op, StepState], None]] = {
             Kind.ACQUIRE: self._acquire,
             Kind.OPEN_CHUNK: lambda op, state: None,
@@ -231,6 +247,7 @@ class Runtime:
             Kind.READ_FROZEN: self._read_frozen,
             Kind.READ_STATES: self._read_states,
             Kind.WRITE_STATES: self._write_states,
+            Kind.STASH_GRADIENT: self._stash_gradient,
             Kind.SPILL_ACTIVATION: self._spill_activation,
             Kind.FETCH_ACTIVATION: self._fetch_activation,
             Kind.SPILL_GRADIENT: self._spill_gradient,
@@ -246,6 +263,7 @@ class Runtime:
         state.contexts = [None] * count
         state.losses = [torch.zeros(())] * count
         state.touched = [set() for _ in self._stages]
+        state.gradient_uses = [len(pieces) for pieces in self.pieces]
         for stage, pieces in enumerate(self.pieces):
             for piece in pieces:
                 key = (stage, piece.chunk)
@@ -266,7 +284,7 @@ class Runtime:
 
     def run(self, op: Op, step: int) -> None:
         """Carry out a copy, compute, optim or commit op."""
-        self._run[op.kind](op, self._steps[step])
+        self._run[op.kind](op, self._steps[step - op.delayed])
 
     def start(self, op: Op, step: int, done: Done) -> None:
         """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""
@@ -274,7 +292,7 @@ class Runtime:
         def named(error: BaseException | None) -> None:
             done(self._failure(op, step, error) if isinstance(error, TransferError) else error)
 
-        self._start[op.kind](op, self._steps[step], named)
+        self._start[op.kind](op, self._steps[step - op.delayed], named)
 
     def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
         stage = self._layouts[op.stage if op.owner < 0 else op.owner]
@@ -287,7 +305,7 @@ class Runtime:
         record = self._store.record
         kept = 0 if record is None else record.step
         failure = TransferError(
-            f"step {step}, stage {stage.name!r}, {what}: {error}; the store keeps step {kept}: "
+            f"step {step - op.delayed}, stage {stage.name!r}, {what}: {error}; the store keeps step {kept}: "
             "when the drive works, run again to go on from there"
         )
         failure.errno = error.errno
@@ -532,11 +550,28 @@ class Runtime:
         if not self.pieces[op.stage]:
             self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
         if len(state.square_sums) == len(self._stages):
-            state.adam_steps = dict(self.adam_steps)
+            self._conclude(state)
+
+    def _conclude(self, state: StepState) -> None:
+        """All gradients of a step are measured: settle what its delayed updates do."""
+        state.adam_steps = dict(self.adam_steps)
+        if not self._clip_norm:
+            return
+        norm = state.grad_norm()
+        if math.isfinite(norm):
+            state.scale = clip_scale(norm, self._clip_norm)
+            return
+        state.skipped = True  # every update of a clipped step is delayed, so none has been made
+        for touched in state.touched:
+            for name in touched:
+                self.adam_steps[name] -= 1
+        state.adam_steps = dict(self.adam_steps)
 
     def _chunk_is_touched(self, stage: int, chunk: int, state: StepState) -> bool:
         layout = self._layouts[stage]
         first = chunk * layout.chunk_elements
+        if state.skipped:
+            return False
         touched = state.touched[stage]
         return any(segment.name in touched for segment in layout.segments(first, first + layout.chunk_elements))
 
@@ -546,33 +581,55 @@ class Runtime:
         item = Item(ItemKind.STATES, op.stage, op.piece)
         self._manager.fill(item, op.slot, STATE_BYTES * piece.num_elements)
         places = [self._store.place(op.stage, array, piece, write=False) for array in StateArray]
-        join = _Join(len(places), _then(done, lambda: self._manager.filled(item)))
+        join = _Join(len(places) + op.stashed, _then(done, lambda: self._manager.filled(item)))
         for position, place in enumerate(places):
             target = slot.bytes_of(position, piece.num_elements)
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
+        if op.stashed:
+            path, offset = self.stashed_gradients[op.stage]
+            target = slot.gradient_bytes(piece.num_elements)
+            join.start(partial(self._engine.read, path, offset + GRADIENT_BYTES * piece.start, target))
 
     def _update(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.stage][op.piece]
         if self._chunk_is_touched(op.stage, piece.chunk, state):
             self._update_piece(op, piece, state)
-        if op.piece + 1 == len(self.pieces[op.stage]):
-            self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
+        if op.fill:
+            weight_hi, weight_lo, _, _ = self._places.states[op.slot].arrays(piece.num_elements)
+            self._put_weights(op.stage, op.stage, piece, weight_hi, weight_lo)
+            self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
+        if not op.stashed:
+            self._used_gradient(op.stage, state)
+
+    def _used_gradient(self, stage: int, state: StepState) -> None:
+        """The gradient of one more piece is not needed in its buffer any more."""
+        with self._lock:
+            state.gradient_uses[stage] -= 1
+            left = state.gradient_uses[stage]
+        if not left:
+            self._manager.discard(Item(ItemKind.GRADIENT, stage))
 
     def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
         layout = self._layouts[op.stage]
         self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
         for user in self._users[op.stage][op.piece]:
-            if user not in op.refresh:
+            if user not in op.refresh and not (op.fill and user == op.stage):
                 self._manager.expire(Item(ItemKind.WEIGHTS, user))
         places = self._places.stages[op.stage]
         slot = self._places.states[op.slot]
         weight_hi, weight_lo, exp_avg, exp_avg_sq = slot.arrays(piece.num_elements)
         touched = state.touched[op.stage]
+        # By the time of a delayed update, the optim lane may have counted the next step already.
+        adam_steps = (state.adam_steps or {}) if op.delayed else self.adam_steps
+        kept = places.gradients[piece.start : piece.stop]
+        gradient = slot.gradient(piece.num_elements) if op.stashed else kept
+        if state.scale != 1.0:
+            gradient.mul_(state.scale)
         segments = [
             SegmentUpdate(
                 start=segment.start - piece.start,
                 stop=segment.start - piece.start + segment.num_elements,
-                adam_step=self.adam_steps[segment.name],
+                adam_step=adam_steps[segment.name],
                 lr=state.lr,
                 weight_decay=self._decay(op.stage, segment.name),
             )
@@ -584,7 +641,7 @@ class Runtime:
             weight_lo=weight_lo,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
-            gradient=places.gradients[piece.start : piece.stop],
+            gradient=gradient,
             segments=segments,
         )
         for keeper in op.refresh:
@@ -662,6 +719,14 @@ class Runtime:
 
     def _gradient_bytes(self, stage: int) -> Tensor:
         return self._places.stages[stage].gradients.view(torch.uint8)
+
+    def _stash_gradient(self, op: Op, state: StepState, done: Done) -> None:
+        piece = self.pieces[op.stage][op.piece]
+        path, offset = self.stashed_gradients[op.stage]
+        source = self._places.stages[op.stage].gradients[piece.start : piece.stop].view(torch.uint8)
+        noted = _then(done, lambda: self._used_gradient(op.stage, state))
+        future = self._engine.write(path, offset + GRADIENT_BYTES * piece.start, source)
+        future.add_done_callback(_Join(1, noted).part)
 
     def _spill_gradient(self, op: Op, state: StepState, done: Done) -> None:
         item = Item(ItemKind.GRADIENT, op.stage)

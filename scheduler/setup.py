@@ -5,6 +5,7 @@ Used before a store is created, so that what cannot fit is refused first, and ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from hoist.scheduler.places import (
     weight_bytes,
     weight_elements,
 )
-from hoist.scheduler.plan import StageShape, horizontal, vertical
+from hoist.scheduler.plan import Buffers, StageShape, horizontal, vertical
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
@@ -52,7 +53,20 @@ class Setup:
     scratch_activation_bytes: int
     """NVMe scratch for boundary activations: all of a step's, or 0 if none is ever spilled."""
     scratch_gradient_bytes: int
-    """NVMe scratch for gradients: all stages', or 0."""
+    """NVMe scratch for gradients between micro-batches: all stages', or 0."""
+    stash_bytes: int
+    """NVMe scratch for gradients that wait for delayed updates: all stages', or 0."""
+    delayed_from: tuple[int, ...]
+    """Per stage, the first piece whose update is delayed."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """All NVMe scratch of the run."""
+        return self.scratch_activation_bytes + self.scratch_gradient_bytes + self.stash_bytes
+
+    def buffers(self) -> Buffers:
+        """What plans may use."""
+        return self.memory.buffers(self.delayed_from)
 
     def places(self) -> Places:
         """Allocate the arena and carve it up."""
@@ -128,13 +142,15 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.
         context_bytes=2 * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
+        delayed=config.delay_in_force > 0,
         horizontal=config.plan == "horizontal",
     )
     division = memory.divide(demand, budget_bytes=config.host_memory_bytes, resident_weights=config.resident_weights)
     make = vertical if config.plan == "vertical" else horizontal
     shapes = _shapes(layouts, borrowed, division.piece_elements)
     # Fewer micro-batches have fewer boundaries: if the largest step spills nothing, no step does.
-    largest = make(shapes, config.num_micro_batches, division.buffers(), cold=True)
+    delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
+    largest = make(shapes, config.num_micro_batches, division.buffers(delayed_from), cold=True)
     return Setup(
         layouts=tuple(layouts),
         borrowed=borrowed,
@@ -143,4 +159,13 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         hidden_shape=found.hidden_shape,
         scratch_activation_bytes=demand.num_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
         scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
+        stash_bytes=sum(stage.gradients for stage in demand.stages) if largest.stashed_gradients else 0,
+        delayed_from=delayed_from,
     )
+
+
+def _first_delayed(shape: StageShape, delay: float) -> int:
+    """The first piece of the last chunks, as many as come nearest to the share ``delay``."""
+    num_chunks = len(set(shape.chunks))
+    at_once = num_chunks - math.floor(delay * num_chunks + 0.5)
+    return sum(chunk < at_once for chunk in shape.chunks)

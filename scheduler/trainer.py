@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan import flush, horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
@@ -35,6 +35,8 @@ from hoist.tiers.manager import Manager, ManagerStatistics, Residency
 from hoist.tiers.store import Store
 
 IGNORED_LABEL = -100
+#: Key of the trainer's own counters in a commit's run record.
+COUNTERS_KEY = "counters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,10 @@ class StepMetrics:
     """Mean over the counted labels of the whole step, before the update."""
     grad_norm: float
     """Global 2-norm of the step's gradients."""
+    clip_scale: float
+    """What the gradients were multiplied with; 1 where nothing was clipped, 0 where the step was skipped."""
+    skipped_steps: int
+    """Steps of the whole run that were skipped because their gradients were not finite."""
     lr: float
     """Learning rate of the step's updates."""
     tokens: int
@@ -67,8 +73,11 @@ class StepMetrics:
     """Most memory on an accelerator; 0 on a CPU-only machine."""
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object."""
-        return asdict(self)
+        """The metrics as a JSON object; what is infinite or no number is null, which JSON has no word for."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
 #: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
@@ -87,6 +96,28 @@ class TrainerStatistics:
     """The I/O engine's counters, since the engine was made."""
     host_peak_bytes: int
     """Most anonymous and shared memory beyond the baseline, so far in the run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Counters:
+    """What a run counts across resumes."""
+
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+    def note(self, skipped: bool) -> None:
+        """A step has ended."""
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+    def to_json(self) -> dict[str, int]:
+        """For the commit record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote; what is missing is 0."""
+        return cls(**{name: int(document.get(name, 0)) for name in ("skipped_steps", "skipped_in_a_row")})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,10 +180,11 @@ class Trainer:
             engine=engine,
             places=self._places,
             manager=self._manager,
-            buffers=self._setup.memory.buffers(),
+            buffers=self._setup.buffers(),
             piece_elements=self._setup.memory.piece_elements,
             optimizer=config.optimizer,
             no_decay_norms=config.no_decay_norms,
+            clip_norm=config.clip_norm,
             seed=config.seed,
             adam_steps=store.record.adam_steps,
         )
@@ -163,8 +195,11 @@ class Trainer:
             self._places.close()
             raise
         self._executor = Executor(self._runtime)
-        #: Linked plans of steps that find weights in memory, by number of micro-batches.
-        self._plans: dict[int, LinkedPlan] = {}
+        #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
+        self._plans: dict[tuple[int, bool], LinkedPlan] = {}
+        #: Updates of the last step are delayed into the next one.
+        self._pending = False
+        self._counters = _Counters.from_json(store.record.run.get(COUNTERS_KEY, {}))
         self._position = _Position(
             step=store.record.step, adam_steps=store.record.adam_steps, run=store.record.run
         )
@@ -242,21 +277,32 @@ class Trainer:
         with private_rng():
             spans = self._executor.run(self._plan(len(micro_batches)), step)
         self._cold = False
+        self._pending = self._delays
         self._forget_finished()
         stopped = time.perf_counter()
         self._last_spans = spans
+        self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         kept = run(metrics) if callable(run) else run or {}
-        self._position = _Position(step=step, adam_steps=state.adam_steps or {}, run=dict(kept))
+        self._position = _Position(
+            step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
+        )
+        if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
+            self._executor.drain()  # what was begun, a commit perhaps, is over before the error says where the store is
+            raise NonFiniteGradientError(
+                f"step {step}: the gradients were not finite in {self._counters.skipped_in_a_row} steps in a row; each "
+                "was skipped and the weights are as before; lower --lr, look at the data of these steps, or raise "
+                "--warmup-steps"
+            )
         return metrics
 
     def wait(self) -> None:
-        """Wait until every update of the steps so far is written (not yet committed). Raises what a lane raised."""
-        self._executor.drain()
+        """Finish every update of the steps so far, delayed ones too (not yet committed). Raises what a lane raised."""
+        self._finish_updates()
 
     def commit(self) -> None:
         """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
-        self._executor.drain()
+        self._finish_updates()
         record = self._store.record
         if record is None or record.step < self._position.step:
             self._commit(self._position)
@@ -330,14 +376,34 @@ class Trainer:
             )
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
-        kept = self._plans.get(num_micro_batches)
+        key = num_micro_batches, self._pending
+        kept = self._plans.get(key)
         if kept is not None and not self._cold:
             return kept
-        make = vertical if self.config.plan == "vertical" else horizontal
-        plan = link(make(self._shapes, num_micro_batches, self._setup.memory.buffers(), cold=self._cold))
+        buffers = self._setup.buffers()
+        if num_micro_batches:
+            make = vertical if self.config.plan == "vertical" else horizontal
+            plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
+        else:
+            plan = link(flush(self._shapes, buffers))
         if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
-            self._plans[num_micro_batches] = plan
+            self._plans[key] = plan
         return plan
+
+    @property
+    def _delays(self) -> bool:
+        """Every step leaves some updates to the next one."""
+        return any(
+            first < shape.num_pieces for first, shape in zip(self._setup.delayed_from, self._shapes, strict=True)
+        )
+
+    def _finish_updates(self) -> None:
+        """Do the delayed updates of the last step now, and wait until everything is written."""
+        if self._pending:
+            with private_rng():
+                self._executor.run(self._plan(0), self._position.step + 1)
+            self._pending = False
+        self._executor.drain()
 
     def _reserve_scratch(self) -> None:
         """Files for what a step may spill, so that a full drive is an error now and not during a step."""
@@ -354,10 +420,16 @@ class Trainer:
             for stage, size in enumerate(stage.gradients for stage in setup.memory.demand.stages):
                 self._runtime.scratch_gradients[stage] = (path, offset)
                 offset += size
+        if setup.stash_bytes:
+            path = self._store.scratch_file("waiting-gradients", setup.stash_bytes)
+            offset = 0
+            for stage, size in enumerate(stage.gradients for stage in setup.memory.demand.stages):
+                self._runtime.stashed_gradients[stage] = (path, offset)
+                offset += size
 
     def _forget_finished(self) -> None:
-        """The executor starts a step only when the one before the last has ended: keep two."""
-        while len(self._open_steps) > 2:
+        """The executor starts a step only when the one before the last has ended, and that may do a step's updates."""
+        while len(self._open_steps) > 3:
             self._runtime.end(self._open_steps.pop(0))
 
     def _metrics(self, state: StepState, spans: list[Span], started: float, stopped: float) -> StepMetrics:
@@ -367,7 +439,9 @@ class Trainer:
         metrics = StepMetrics(
             step=state.step,
             loss=float(torch.stack(state.losses).sum()),
-            grad_norm=math.sqrt(math.fsum(state.square_sums.values())),
+            grad_norm=state.grad_norm(),
+            clip_scale=0.0 if state.skipped else state.scale,
+            skipped_steps=self._counters.skipped_steps,
             lr=state.lr,
             tokens=sum(batch["input_ids"].numel() for batch in state.batches),
             seconds=stopped - started,

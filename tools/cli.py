@@ -159,6 +159,14 @@ def train(
             "--no-decay-norms", rich_help_panel=_OPTIMIZER, help="No decay for biases and norms; default: all decay."
         ),
     ] = None,
+    clip_norm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_OPTIMIZER,
+            help="Scale a step's gradients down to this global norm, exactly; a step without a finite norm is skipped. "
+            "0 (default): no clipping.",
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -171,6 +179,14 @@ def train(
         typer.Option(
             metavar="NAME", rich_help_panel=_MACHINE,
             help="vertical (default: layer by layer) or horizontal (micro-batch by micro-batch, for comparison).",
+        ),
+    ] = None,
+    delay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_MACHINE,
+            help="Share (0 to 1) of the optimizer's work that is done in the next step's forward instead of this "
+            "step's backward: the same results. Default 0; with --clip-norm 1.",
         ),
     ] = None,
     dtype: Annotated[

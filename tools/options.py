@@ -63,7 +63,7 @@ MINIMA: Mapping[str, int] = {
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "max_chunk_elements", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
-WITHOUT_EFFECT = frozenset({"host_memory", "plan", "commit_every", "token_bytes", "dtype"})
+WITHOUT_EFFECT = frozenset({"host_memory", "plan", "delay", "commit_every", "token_bytes", "dtype"})
 #: What differs in these, others tell: the model's configuration, the data's position.
 TOLD_ELSEWHERE = frozenset({"model", "data", "seq_len", "order"})
 _MAX_SEED = 2**63 - 1
@@ -106,6 +106,8 @@ class TrainOptions:
     """AdamW's decoupled decay."""
     no_decay_norms: bool = False
     """Leave biases and norms without decay."""
+    clip_norm: float = 0.0
+    """Largest global norm of a step's gradients; 0: no clipping."""
     commit_every: int = 10
     """Steps between commits."""
     seed: int = 0
@@ -114,6 +116,8 @@ class TrainOptions:
     """Order of the windows."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
+    delay: float = 0.0
+    """Share of the optimizer's work that is done in the next step's forward; all of it with clipping."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
     dropout: float | None = None
@@ -149,6 +153,10 @@ class TrainOptions:
                 f"--max-chunk-elements: {self.max_chunk_elements} is not allowed; give a multiple of "
                 f"{CHUNK_QUANTUM_ELEMENTS}, or 0 for the default"
             )
+        if not 0.0 <= self.delay <= 1.0:
+            raise ConfigError(f"--delay: {self.delay} is not allowed; give a share from 0 to 1")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
+            raise ConfigError(f"--clip-norm: {self.clip_norm} is not allowed; give a norm, or 0 for no clipping")
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--dropout: {self.dropout} is not allowed; give a probability from 0 to below 1")
         for name in ("store", "model", "metrics"):
@@ -225,6 +233,8 @@ class TrainOptions:
                     num_steps=self.steps,
                 ),
                 no_decay_norms=self.no_decay_norms,
+                clip_norm=self.clip_norm,
+                delay=self.delay,
                 plan=self.plan,
                 seed=self.seed,
                 commit_every=self.commit_every,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self
@@ -24,7 +25,7 @@ class Totals:
     """What a store's run has done in all its calls; every commit keeps it."""
 
     first_loss: float | None = None
-    """Loss of step 1; None before it."""
+    """Loss of step 1, or of the first that had a finite one; None before it."""
     tokens: int = 0
     """Tokens that went through the model."""
     seconds: float = 0.0
@@ -55,7 +56,7 @@ class Totals:
         """These totals and a step's, its I/O apart."""
         return replace(
             self,
-            first_loss=metrics.loss if self.first_loss is None else self.first_loss,
+            first_loss=metrics.loss if self.first_loss is None and math.isfinite(metrics.loss) else self.first_loss,
             tokens=self.tokens + metrics.tokens,
             seconds=self.seconds + metrics.seconds,
         )
@@ -87,6 +88,8 @@ class RunStart:
     """Memory of the warmed-up process, which the budget comes on top of."""
     engine: str
     """The I/O engine's description of itself."""
+    clips: bool = False
+    """Gradients are clipped: steps show their scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,7 +116,8 @@ class Display:
         self._shown_at = now
         width = max(9, 2 * len(str(start.steps)) + 1)
         if first or (self._console.is_terminal and self._steps % HEADING_STEPS == 1):
-            self._line(_row(width, "step", "loss", "norm", "lr", "tokens/s", "read", "written", "host peak", "left"))
+            what = "clip" if start.clips else "host peak"
+            self._line(_row(width, "step", "loss", "norm", "lr", "tokens/s", "read", "written", what, "left"))
         remaining = (start.steps - metrics.step) * sum(self._recent_seconds) / len(self._recent_seconds)
         self._line(
             _row(
@@ -128,7 +129,7 @@ class Display:
                 f"{metrics.tokens / metrics.seconds:,.0f}",
                 show_bytes(metrics.nvme_read_bytes),
                 show_bytes(metrics.nvme_written_bytes),
-                show_bytes(metrics.host_peak_bytes),
+                _clipped(metrics) if start.clips else show_bytes(metrics.host_peak_bytes),
                 _clock(remaining),
             )
         )
@@ -187,6 +188,13 @@ def _outcome(end: RunEnd) -> str:
     if end.created:
         return "the store is made and holds the initial weights, step 0"
     return f"already: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
+
+
+def _clipped(metrics: StepMetrics) -> str:
+    """What became of the gradients: nothing, scaled, or skipped, with how many steps of the run have been so far."""
+    if metrics.clip_scale == 0.0:
+        return f"skipped {metrics.skipped_steps}"
+    return "" if metrics.clip_scale == 1.0 else f"x {metrics.clip_scale:.2g}"
 
 
 def _row(step_width: int, *cells: str) -> str:

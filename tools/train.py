@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hoist.scheduler.creation import Source, create_store, initialised
-from hoist.scheduler.errors import ConfigError, ModelError
+from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
@@ -135,12 +135,11 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         setup = prepare(model, layouts, options.trainer_config())
         weights = initialised(options.seed)
         if not resume:
-            scratch_bytes = setup.scratch_activation_bytes + setup.scratch_gradient_bytes
             Store.check_creation(
                 directory,
                 layouts=layouts,
                 attributes=_attributes(options, source),
-                scratch_bytes=scratch_bytes + small_bytes(source),
+                scratch_bytes=setup.scratch_bytes + small_bytes(source),
                 fresh=options.fresh,
             )
             if source.checkpoint is not None:
@@ -405,7 +404,7 @@ def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
         raise MetricsError(
             f"{error}; step {trainer.step_number} is committed: make room or name another file, and go on with {again}"
         ) from error
-    except (RunFailedError, OSError) as error:  # TransferError is one
+    except (RunFailedError, NonFiniteGradientError, OSError) as error:  # TransferError is one
         raise RunFailedError(
             f"{error}; --store {run.options.store} stays at its last commit, step {trainer.committed_step}: "
             f"remove the cause and go on with {again}"
@@ -413,7 +412,9 @@ def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
 
 
 def _require_finite(metrics: StepMetrics) -> None:
-    """Raise RunFailedError before weights that are no numbers any more could be committed."""
+    """Raise RunFailedError before weights that are no numbers any more could be committed; a skipped step has none."""
+    if metrics.clip_scale == 0.0:
+        return
     for name, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
         if not math.isfinite(value):
             raise RunFailedError(f"step {metrics.step}: the {name} is {value}; a lower --lr may help")
@@ -435,6 +436,7 @@ def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource) -> RunStart:
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,
         engine=engine.describe(),
+        clips=options.clip_norm > 0.0,
     )
 
 

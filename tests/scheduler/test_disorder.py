@@ -16,7 +16,18 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.direct import DirectEngine
 from tests.support.disorder import Mutation, StatePoisoningEngine, disordered, without_reads, without_writes
-from tests.support.faults import NUM_STEPS, Course, copy_store, go_on, job, quick_directory, snapshot, undisturbed
+from tests.support.faults import (
+    NUM_STEPS,
+    Course,
+    Job,
+    copy_store,
+    delayed_job,
+    go_on,
+    job,
+    quick_directory,
+    snapshot,
+    undisturbed,
+)
 from tests.support.training import torch_threads
 
 PLANS: tuple[Order, ...] = ("vertical", "horizontal")
@@ -30,7 +41,7 @@ def courses() -> Iterator[dict[Order, Course]]:
         yield {plan: undisturbed(job(plan), folder / plan) for plan in PLANS}
 
 
-def check_same(plan: Order, course: Course, *, kind: type[Trainer], seed: int) -> None:
+def check_same(what: Job, course: Course, *, kind: type[Trainer], seed: int) -> None:
     """A run in another order gives the same losses and the same bytes in the store.
 
     State slots are poisoned when they have been written: nothing reads one again before it is refilled.
@@ -38,7 +49,7 @@ def check_same(plan: Order, course: Course, *, kind: type[Trainer], seed: int) -
     with quick_directory() as folder:
         directory = copy_store(course.store, folder / "store")
         with StatePoisoningEngine(DirectEngine(num_threads=2), seed=seed) as engine:
-            losses = go_on(job(plan), directory, engine, trainer_kind=kind, validate=True)
+            losses = go_on(what, directory, engine, trainer_kind=kind, validate=True)
         assert losses == course.losses
         assert snapshot(directory) == course.snapshots[NUM_STEPS]
 
@@ -49,13 +60,24 @@ SEEDS = [pytest.param(seed, marks=[] if seed < 3 else pytest.mark.slow) for seed
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_delayed_transfers_and_poisoned_buffers(plan: Order, seed: int, courses: dict[Order, Course]) -> None:
-    check_same(plan, courses[plan], kind=Trainer, seed=seed)
+    check_same(job(plan), courses[plan], kind=Trainer, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_unlucky_order(plan: Order, seed: int, courses: dict[Order, Course]) -> None:
-    check_same(plan, courses[plan], kind=disordered(seed), seed=seed)
+    check_same(job(plan), courses[plan], kind=disordered(seed), seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("delay", [0.5, 1.0])
+@pytest.mark.parametrize("plan", PLANS)
+def test_unlucky_order_of_delayed_updates(
+    plan: Order, delay: float, kept: bool, seed: int, courses: dict[Order, Course]
+) -> None:
+    """The same as without delay, commits at the turns and the flush of the last one included."""
+    check_same(delayed_job(plan, delay, kept=kept), courses[plan], kind=disordered(seed), seed=seed)
 
 
 #: Each leaves out a dependency that the plan needs.
@@ -117,7 +139,7 @@ def test_a_missing_dependency_shows(what: str, courses: dict[Order, Course]) -> 
     plan, mutation = MUTATIONS[what]
     for seed in range(16):
         try:
-            check_same(plan, courses[plan], kind=disordered(seed, mutation), seed=seed)
+            check_same(job(plan), courses[plan], kind=disordered(seed, mutation), seed=seed)
         except (AssertionError, HoistError, RuntimeError):
             return
     pytest.fail("no order shows it")

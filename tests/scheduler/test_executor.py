@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -101,7 +102,16 @@ def plan_of(*ops: tuple[Kind, Sequence[str], Sequence[str]]) -> LinkedPlan:
         for number, (kind, reads, writes) in enumerate(ops)
     )
     return link(
-        Plan(name="toy", ops=listed, num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=())
+        Plan(
+            name="toy",
+            ops=listed,
+            num_micro_batches=1,
+            cold=True,
+            pending=False,
+            scratch_activations=(),
+            scratch_gradients=(),
+            stashed_gradients=(),
+        )
     )
 
 
@@ -204,16 +214,7 @@ def test_the_next_step_begins_where_dependencies_allow(toy: Toy, executor: Execu
 
 def plan_without_last(linked: LinkedPlan) -> LinkedPlan:
     plan = linked.plan
-    return link(
-        Plan(
-            name=plan.name,
-            ops=plan.ops[:-1],
-            num_micro_batches=1,
-            cold=True,
-            scratch_activations=(),
-            scratch_gradients=(),
-        )
-    )
+    return link(replace(plan, ops=plan.ops[:-1]))
 
 
 def test_a_third_step_waits_for_the_first(toy: Toy, executor: Executor) -> None:
@@ -258,7 +259,6 @@ class Checked:
         self.plans: dict[int, LinkedPlan] = {}
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(4)
-        simulation.commits = [True] * 3
 
     def run(self, op: Op, step: int) -> None:
         with self.lock:

@@ -35,7 +35,7 @@ def store_bytes(directory: Path) -> int:
 
 def scratch_bytes(what: Job) -> int:
     """What the run needs besides."""
-    return what.setup.scratch_activation_bytes + what.setup.scratch_gradient_bytes
+    return what.setup.scratch_bytes
 
 
 def numbers_in(text: str) -> list[int]:

@@ -16,7 +16,16 @@ def op(*, reads: tuple[Resource, ...] = (), writes: tuple[Resource, ...] = ()) -
 
 
 def plan_of(*ops: Op) -> Plan:
-    return Plan(name="toy", ops=ops, num_micro_batches=1, cold=True, scratch_activations=(), scratch_gradients=())
+    return Plan(
+        name="toy",
+        ops=ops,
+        num_micro_batches=1,
+        cold=True,
+        pending=False,
+        scratch_activations=(),
+        scratch_gradients=(),
+        stashed_gradients=(),
+    )
 
 
 def waits(linked: LinkedPlan) -> list[set[int]]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoist.scheduler.memory import (
+    GRADIENT_BYTES,
     MIN_PIECE_ELEMENTS,
     MIN_SLOTS,
     RING_SHARE,
@@ -53,11 +54,14 @@ def demands(draw: st.DrawFn) -> Demand:
         num_boundaries=(count - 1) * draw(st.integers(1, 20)),
         context_bytes=draw(st.integers(0, MIB)),
         max_piece_elements=4096 * draw(st.integers(1, 512)),
+        delayed=draw(st.booleans()),
         horizontal=draw(st.booleans()),
     )
 
 
-def uniform(num_layers: int, *, num_micro_batches: int = 4, horizontal: bool = False) -> Demand:
+def uniform(
+    num_layers: int, *, num_micro_batches: int = 4, horizontal: bool = False, delayed: bool = False
+) -> Demand:
     """embed, equal layers and head, as a language model has them."""
     ends = StageBytes(name="embed", weights=9 * MIB, gradients=9 * MIB, workspace=3 * MIB)
     layer = StageBytes(name="layer", weights=6 * MIB, gradients=6 * MIB, workspace=5 * MIB)
@@ -70,6 +74,7 @@ def uniform(num_layers: int, *, num_micro_batches: int = 4, horizontal: bool = F
         num_boundaries=(len(stages) - 1) * num_micro_batches,
         context_bytes=123_456,
         max_piece_elements=2**20,
+        delayed=delayed,
         horizontal=horizontal,
     )
 
@@ -180,7 +185,8 @@ def check_regions(plan: MemoryPlan) -> None:
             always = buffers.weights[second] > 1  # resident: there from step to step
             if neighbours or always:
                 assert disjoint(weights[first], weights[second])
-            if (neighbours and plan.num_gradient_buffers > 1) or plan.num_gradient_buffers > 2:
+            # Kept gradients wait from step to step; of two shared buffers, neighbours have one each at the same time.
+            if buffers.gradients[second] > 1 or (neighbours and plan.num_gradient_buffers > 1):
                 assert disjoint(gradients[first], gradients[second])
 
 
@@ -188,14 +194,14 @@ def disjoint(left: tuple[int, int], right: tuple[int, int]) -> bool:
     return left[0] + left[1] <= right[0] or right[0] + right[1] <= left[0]
 
 
-def ranks(plan: MemoryPlan, count: int) -> tuple[int, ...]:
+def ranks(plan: MemoryPlan) -> tuple[int, ...]:
     """What a division has got, the most important first."""
     return (
         int(plan.num_gradient_buffers > 1),
         plan.num_staging,
         plan.piece_elements,
         plan.num_activations,
-        int(plan.num_gradient_buffers >= max(3, count)),
+        plan.num_kept_gradients,
         plan.num_resident,
     )
 
@@ -205,10 +211,9 @@ def ranks(plan: MemoryPlan, count: int) -> tuple[int, ...]:
 def test_more_memory_never_takes_away_what_matters_more(demand: Demand, first: int, more: int) -> None:
     """A larger budget gives more of the first thing in which the two divisions differ."""
     need = smallest(demand).need_bytes
-    count = len(demand.stages)
     small = divide(demand, budget_bytes=need + first)
     large = divide(demand, budget_bytes=need + first + more)
-    assert ranks(small, count) <= ranks(large, count)
+    assert ranks(small) <= ranks(large)
 
 
 def test_with_plenty_of_memory_nothing_is_spilled_or_read_twice() -> None:
@@ -216,11 +221,52 @@ def test_with_plenty_of_memory_nothing_is_spilled_or_read_twice() -> None:
     plan = divide(demand, budget_bytes=2**34)
     assert plan.num_resident == len(demand.stages)
     assert plan.num_activations == demand.num_boundaries
-    assert plan.num_gradient_buffers == len(demand.stages)
+    assert plan.num_kept_gradients == len(demand.stages)
     assert plan.piece_elements == demand.max_piece_elements
     assert plan.weight_bytes == sum(stage.weights for stage in demand.stages)
     assert plan.gradient_bytes == sum(stage.gradients for stage in demand.stages)
     assert divide(demand, budget_bytes=2**34, resident_weights=False).num_resident == 0
+
+
+# ---------------------------------------------------------------------- gradients that wait
+
+
+def test_the_smallest_budget_with_delay_has_room_for_gradients_that_come_back() -> None:
+    """Beside the same, 4 bytes an element of a state slot."""
+    plan, at_once = smallest(uniform(4, delayed=True)), smallest(uniform(4))
+    assert GRADIENT_BYTES == 4
+    assert plan.need_bytes - at_once.need_bytes == MIN_SLOTS * plan.piece_elements * GRADIENT_BYTES
+    assert plan.gradient_bytes == at_once.gradient_bytes
+
+
+@pytest.mark.parametrize(("buffers", "kept", "expected"), [
+    (1, 0, 9), (2, 0, 9 + 6), (1, 1, 9 + 9), (2, 1, 9 + 6 + 9), (2, 3, 9 + 6 + 9 + 6 + 6), (1, 5, 9 + 9 + 4 * 6),
+    (1, 6, 9 + 9 + 4 * 6), (2, 6, 9 + 9 + 4 * 6),
+])  # fmt: skip
+def test_gradient_buffers_are_those_that_are_shared_and_each_kept_stages_own(
+    buffers: int, kept: int, expected: int
+) -> None:
+    plan = replace(smallest(uniform(4, delayed=True)), num_gradient_buffers=buffers, num_kept_gradients=kept)
+    assert plan.gradient_bytes == expected * MIB
+    assert len(set(plan.buffers().gradients[6 - kept :])) == kept
+    assert plan.state_bytes == STATE_BYTES + (GRADIENT_BYTES if kept < 5 else 0)
+    check_regions(plan)
+
+
+@pytest.mark.parametrize("budget_mib", [52, 60, 75, 90, 105, 120, 200])
+@pytest.mark.parametrize("horizontal", [False, True])
+def test_with_delay_as_many_gradients_are_kept_as_fit(budget_mib: int, horizontal: bool) -> None:
+    """Before any weights are."""
+    plan = divide(uniform(4, delayed=True, horizontal=horizontal), budget_bytes=budget_mib * MIB)
+    if plan.num_kept_gradients < 6:
+        more = replace(plan, num_kept_gradients=plan.num_kept_gradients + 1)
+        assert more.need_bytes > budget_mib * MIB
+        assert plan.num_resident == 0
+    assert plan.num_kept_gradients == {52: 0, 200: 6}.get(budget_mib, plan.num_kept_gradients)
+
+
+def test_without_delay_the_vertical_order_keeps_none() -> None:
+    assert divide(uniform(4), budget_bytes=2**34).num_kept_gradients == 0
 
 
 @pytest.mark.parametrize(

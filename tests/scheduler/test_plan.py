@@ -6,13 +6,14 @@ The simulator is `tests/support/simulation.py`. Traffic is counted op by op and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoist.scheduler.link import link
+from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.plan import (
     LANES,
     MIN_ACTIVATION_SLOTS,
@@ -21,6 +22,7 @@ from hoist.scheduler.plan import (
     Lane,
     Plan,
     StageShape,
+    flush,
     horizontal,
     vertical,
 )
@@ -35,15 +37,18 @@ def buffers_for(
     *,
     resident: int = 0,
     gradients: int = 2,
+    kept: int = 0,
+    delayed_from: tuple[int, ...] = (),
     staging: int = 2,
     states: int = 2,
     activations: int = MIN_ACTIVATION_SLOTS,
 ) -> Buffers:
-    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the resident stages' own."""
-    streamed = num_stages - resident
+    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
+    streamed, shared = num_stages - resident, num_stages - kept
     return Buffers(
         weights=tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(num_stages)),
-        gradients=tuple(stage % gradients for stage in range(num_stages)),
+        gradients=tuple(stage % gradients if stage < shared else 2 + stage for stage in range(num_stages)),
+        delayed_from=delayed_from,
         num_staging=staging,
         num_states=states,
         num_activations=activations,
@@ -65,25 +70,71 @@ def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
     return tuple(shapes)
 
 
+def delays(shapes: Sequence[StageShape]) -> st.SearchStrategy[tuple[int, ...]]:
+    """For each stage the first piece of some chunk, or the number of its pieces."""
+    starts = [
+        [*(shape.chunks.index(chunk) for chunk in sorted(set(shape.chunks))), shape.num_pieces] for shape in shapes
+    ]
+    return st.tuples(*(st.sampled_from(choice) for choice in starts))
+
+
+def delays_all(shapes: Sequence[StageShape]) -> tuple[int, ...]:
+    return (0,) * len(shapes)
+
+
+class Sequel:
+    """Makes consecutive plans, as the trainer does: cold, then steady, with what each leaves to the next."""
+
+    def __init__(self, make: Maker, shapes: Sequence[StageShape], buffers: Buffers) -> None:
+        self.make, self.shapes, self.buffers = make, shapes, buffers
+        self.delays = any(
+            first < shape.num_pieces for first, shape in zip(buffers.delayed_from, shapes, strict=False)
+        )
+        self.cold = True
+        self.pending = False
+
+    def plans(self, *counts: int) -> list[LinkedPlan]:
+        """Plans by their numbers of micro-batches; 0 is a flush, where there is something to flush."""
+        plans = []
+        for count in counts:
+            if count:
+                made = self.make(self.shapes, count, self.buffers, cold=self.cold, pending=self.pending)
+                self.cold, self.pending = False, self.delays
+            elif self.pending:
+                made = flush(self.shapes, self.buffers)
+                self.pending = False
+            else:
+                continue
+            plans.append(link(made))
+        return plans
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), shapes=models(), make=st.sampled_from(PLANS), seed=st.integers(0, 2**32))
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int
 ) -> None:
+    """Steps with delayed updates or without, flushes between some of them, commits at turns and between steps."""
     count = len(shapes)
     buffers = buffers_for(
         count,
         resident=data.draw(st.integers(0, count), label="resident"),
-        gradients=data.draw(st.sampled_from((1, 2, max(3, count))), label="gradients"),
+        gradients=data.draw(st.sampled_from((1, 2)), label="gradients"),
+        kept=data.draw(st.integers(0, count), label="kept"),
+        delayed_from=data.draw(st.one_of(st.just(()), st.just(delays_all(shapes)), delays(shapes)), label="delayed"),
         staging=data.draw(st.integers(1, 4), label="staging"),
         states=data.draw(st.integers(1, 4), label="states"),
         activations=data.draw(st.integers(MIN_ACTIVATION_SLOTS, 12), label="activations"),
     )
-    num_micro_batches = data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=4), label="micro-batches")
+    sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed)
-    plans = [link(make(shapes, number, buffers, cold=step == 0)) for step, number in enumerate(num_micro_batches)]
-    simulation.run(plans, commits=data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans))))
-    for step in range(len(plans)):
+    for _ in range(data.draw(st.integers(1, 2), label="commits between steps")):
+        counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), label="micro-batches")
+        plans = sequel.plans(*counts)
+        simulation.run(plans, commits=data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans))))
+        simulation.run(sequel.plans(0))
+        simulation.commit()
+    for step in range(simulation.number):
         for stage, shape in enumerate(shapes):
             for kind in (Kind.READ_STATES, Kind.UPDATE, Kind.WRITE_STATES):
                 assert simulation.counts[step, kind, stage] == shape.num_pieces
@@ -94,14 +145,7 @@ def test_the_simulator_sees_a_missing_dependency() -> None:
     shapes = (StageShape(chunks=(0,)),) * 4
     buffers = buffers_for(4)
     plan = vertical(shapes, 2, buffers, cold=True)
-    careless = Plan(
-        name=plan.name,
-        ops=tuple(op for op in plan.ops if op.kind is not Kind.ACQUIRE),
-        num_micro_batches=2,
-        cold=True,
-        scratch_activations=(),
-        scratch_gradients=(),
-    )
+    careless = replace(plan, ops=tuple(op for op in plan.ops if op.kind is not Kind.ACQUIRE))
     with pytest.raises(WrongContentError):
         Simulation(shapes, buffers, seed=0).run([link(careless)])
 
@@ -109,10 +153,11 @@ def test_the_simulator_sees_a_missing_dependency() -> None:
 def test_a_chunk_is_read_from_its_new_slot_only_once_all_of_it_is_written() -> None:
     """Few pieces, many slots: without OPEN_CHUNK, the next step reads states while the last piece is written."""
     shapes = (StageShape(chunks=()), StageShape(chunks=(0, 0, 0)))
-    buffers = buffers_for(2, states=4)
-    for seed in range(40):
-        plans = [link(vertical(shapes, 1, buffers, cold=step == 0)) for step in range(4)]
-        Simulation(shapes, buffers, seed=seed).run(plans)
+    for delayed_from in ((), (0, 0)):
+        buffers = buffers_for(2, states=4, delayed_from=delayed_from)
+        for seed in range(40):
+            plans = Sequel(vertical, shapes, buffers).plans(1, 1, 1, 1)
+            Simulation(shapes, buffers, seed=seed).run(plans)
 
 
 @pytest.mark.parametrize("make", PLANS)
@@ -123,7 +168,88 @@ def test_a_resident_borrower_gets_what_the_owner_has_learned(make: Maker) -> Non
     steady = make(shapes, 2, buffers, cold=False)
     assert not [op for op in steady.ops if op.kind is Kind.READ_WEIGHTS and op.stage == 2]
     assert [op.refresh for op in steady.ops if op.kind is Kind.UPDATE and op.stage == 0] == [(0, 2), (0, 2)]
-    Simulation(shapes, buffers, seed=1).run([link(make(shapes, 2, buffers, cold=step == 0)) for step in range(3)])
+    Simulation(shapes, buffers, seed=1).run(Sequel(make, shapes, buffers).plans(2, 2, 2))
+
+
+@pytest.mark.parametrize("make", PLANS)
+def test_delayed_updates_reach_the_borrowers_too(make: Maker) -> None:
+    """As above, in the next step: before the owner's forward, and in a flush."""
+    shapes = (StageShape(chunks=(0, 1)), StageShape(chunks=(0,)), StageShape(chunks=(0,), borrowed=((0, 0), (0, 1))))
+    buffers = buffers_for(3, resident=1, kept=3, delayed_from=(1, 0, 0))
+    steady = make(shapes, 2, buffers, cold=False, pending=True)
+    updates = [op for op in steady.ops if op.kind is Kind.UPDATE and op.stage == 0]
+    assert [(op.piece, op.delayed, op.refresh) for op in updates] == [(1, True, (0, 2)), (0, False, (0, 2))]
+    assert [op.refresh for op in flush(shapes, buffers).ops if op.kind is Kind.UPDATE] == [(0, 2), (1,), (2,)]
+    for seed in range(10):
+        Simulation(shapes, buffers, seed=seed).run(Sequel(make, shapes, buffers).plans(2, 2, 0, 1, 2, 0))
+
+
+# ---------------------------------------------------------------------- delay
+
+
+def test_delayed_updates_fill_the_buffer_that_would_be_read() -> None:
+    """From the third stage on; the first two are in memory and refreshed; the rest of a stage is read as ever."""
+    shapes = (StageShape(chunks=(0, 0, 1, 2)),) * 6
+    buffers = buffers_for(6, kept=6, delayed_from=(2,) * 6)
+    plan = vertical(shapes, 2, buffers, cold=False, pending=True)
+    turn = next(index for index, op in enumerate(plan.ops) if op.kind is Kind.COMMIT)
+    delayed = [op for op in plan.ops[:turn] if op.kind is Kind.UPDATE]
+    assert [(op.stage, op.piece) for op in delayed] == [(stage, piece) for stage in range(6) for piece in (2, 3)]
+    assert all(op.delayed for op in delayed)
+    assert [op.stage for op in delayed if op.fill] == [2, 2, 3, 3, 4, 4, 5, 5]
+    assert [op.refresh for op in delayed if not op.fill] == [(0,), (0,), (1,), (1,)]
+    reads = [(op.stage, op.piece) for op in plan.ops[:turn] if op.kind is Kind.READ_WEIGHTS]
+    assert reads == [(stage, piece) for stage in range(2, 6) for piece in (0, 1)]
+    at_once = [op for op in plan.ops[turn:] if op.kind is Kind.UPDATE]
+    updated = [(op.stage, op.piece) for op in at_once]
+    assert updated == [(stage, piece) for stage in (5, 4, 3, 2, 1, 0) for piece in (0, 1)]
+    assert not any(op.delayed or op.fill or op.stashed for op in at_once)
+
+
+def test_every_delayed_write_is_done_before_the_commit() -> None:
+    """The turn's commit waits for them, and the updates of its own step wait for it."""
+    shapes = (StageShape(chunks=(0, 1)),) * 4
+    linked = link(vertical(shapes, 2, buffers_for(4, kept=4, delayed_from=(1,) * 4), cold=False, pending=True))
+    ops = linked.plan.ops
+    commit = next(index for index, op in enumerate(ops) if op.kind is Kind.COMMIT)
+    writes = [index for index, op in enumerate(ops) if op.kind is Kind.WRITE_STATES]
+    assert [index for index in writes if index < commit] == [index for index in writes if ops[index].delayed]
+    assert all(commit in linked.dependents[index] for index in writes if index < commit)
+    assert all(index in linked.dependents[commit] for index in writes if index > commit)
+
+
+@pytest.mark.parametrize(("gradients", "kept", "stashed"), [(1, 0, 5), (2, 0, 5), (1, 2, 3), (1, 4, 0), (2, 3, 0)])
+def test_gradients_wait_in_scratch_only_where_their_buffer_is_taken(gradients: int, kept: int, stashed: int) -> None:
+    shapes = (StageShape(chunks=(0, 1)),) * 5
+    buffers = buffers_for(5, gradients=gradients, kept=kept, delayed_from=(1,) * 5)
+    plan = vertical(shapes, 2, buffers, cold=False, pending=True)
+    kinds = Counter(op.kind for op in plan.ops)
+    assert kinds[Kind.STASH_GRADIENT] == len(plan.stashed_gradients) == stashed
+    assert {op.stage for op in plan.ops if op.stashed} == set(range(stashed))
+    assert {stage for stage, _ in plan.stashed_gradients} == set(range(stashed))
+
+
+def test_nothing_can_be_pending_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match="delayed updates cannot be pending where nothing has run yet"):
+        vertical((StageShape(chunks=(0,)),) * 3, 1, buffers_for(3, delayed_from=(0,) * 3), cold=True, pending=True)
+
+
+@pytest.mark.parametrize("forgotten", [Kind.STASH_GRADIENT, Kind.NORM, Kind.OPEN_CHUNK])
+def test_the_simulator_sees_what_delayed_updates_need(forgotten: Kind) -> None:
+    """Its checks of stashes, of the whole step's norm and of delayed chunks can fail."""
+    shapes = (StageShape(chunks=(0, 0)),) * 4
+    buffers = buffers_for(4, gradients=1, states=4, delayed_from=(0,) * 4)
+    with pytest.raises(WrongContentError):
+        for seed in range(40):
+            plans = [
+                link(
+                    replace(linked.plan, ops=tuple(
+                        op if op.kind is not forgotten else replace(op, reads=(), writes=()) for op in linked.plan.ops
+                    ))
+                )
+                for linked in Sequel(vertical, shapes, buffers).plans(1, 1, 1)
+            ]  # fmt: skip
+            Simulation(shapes, buffers, seed=seed).run(plans)
 
 
 # ---------------------------------------------------------------------- traffic
@@ -154,6 +280,28 @@ def test_cold_start_reads_what_the_step_before_would_have_left() -> None:
     shapes = (StageShape(chunks=(0,)),) * 6
     buffers = buffers_for(6)
     assert reads_of(vertical(shapes, 3, buffers, cold=True)) == [2, 2, 2, 2, 1, 1]
+
+
+def weights_read(plan: Plan, stage: int, *, before_the_turn: bool) -> int:
+    """Pieces of a stage's weights that one half of a step reads."""
+    turn = next(index for index, op in enumerate(plan.ops) if op.kind is Kind.COMMIT)
+    half = plan.ops[:turn] if before_the_turn else plan.ops[turn:]
+    return sum(op.kind is Kind.READ_WEIGHTS and op.stage == stage for op in half)
+
+
+@pytest.mark.parametrize("num_delayed", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_delayed_pieces_are_not_read_in_the_forward(num_delayed: int, num_micro_batches: int) -> None:
+    """The update just before brings them. The backward reads all of a stage; two stages at each turn are there."""
+    shapes = (StageShape(chunks=(0, 1, 2, 3)),) * 6
+    buffers = buffers_for(6, kept=6, delayed_from=(4 - num_delayed,) * 6)
+    plan = vertical(shapes, num_micro_batches, buffers, cold=False, pending=num_delayed > 0)
+    forward = [weights_read(plan, stage, before_the_turn=True) for stage in range(6)]
+    backward = [weights_read(plan, stage, before_the_turn=False) for stage in range(6)]
+    assert forward == [0, 0, *[4 - num_delayed] * 4]
+    assert backward == [4, 4, 4, 4, 0, 0]
+    kinds = Counter(op.kind for op in plan.ops)
+    assert kinds[Kind.READ_STATES] == kinds[Kind.UPDATE] == kinds[Kind.WRITE_STATES] == 4 * 6
 
 
 @pytest.mark.parametrize("resident", [1, 3, 6])
@@ -212,11 +360,10 @@ def test_neighbours_must_not_share_a_weight_buffer() -> None:
         Buffers(weights=(0, 0), gradients=(0, 1), num_staging=1, num_states=1, num_activations=4)
 
 
-@pytest.mark.parametrize("field", ["num_staging", "num_states"])
-def test_at_least_one_slot(field: str) -> None:
-    counts = {"num_staging": 1, "num_states": 1, field: 0}
+@pytest.mark.parametrize(("staging", "states"), [(0, 1), (1, 0)])
+def test_at_least_one_slot(staging: int, states: int) -> None:
     with pytest.raises(ValueError, match="at least one staging and one state slot"):
-        Buffers(weights=(0, 1), gradients=(0, 1), num_activations=4, **counts)
+        Buffers(weights=(0, 1), gradients=(0, 1), num_staging=staging, num_states=states, num_activations=4)
 
 
 def test_too_few_activation_slots_are_refused() -> None:

@@ -36,6 +36,7 @@ _GROUPS: dict[Kind, str] = {
     Kind.UPDATE: "optim",
     Kind.SPILL_ACTIVATION: "spill",
     Kind.SPILL_GRADIENT: "spill",
+    Kind.STASH_GRADIENT: "spill",
     Kind.FETCH_ACTIVATION: "fetch",
     Kind.FETCH_GRADIENT: "fetch",
     Kind.COMMIT: "commit",
@@ -160,7 +161,7 @@ class DisorderedTrainer(Trainer):
         mutation = type(self).mutation
         if mutation is None:
             return linked
-        key = (num_micro_batches, self._cold)
+        key = (num_micro_batches, self._cold, self._pending)
         if key not in self._spoiled:
             ops = tuple(mutation(op) for op in linked.plan.ops)
             assert ops != linked.plan.ops, "the mutation changes nothing"
@@ -168,8 +169,8 @@ class DisorderedTrainer(Trainer):
         return self._spoiled[key]
 
     def __init__(self, **arguments: Any) -> None:
-        #: Spoiled plans by (micro-batches, cold).
-        self._spoiled: dict[tuple[int, bool], LinkedPlan] = {}
+        #: Spoiled plans by (micro-batches, cold, pending).
+        self._spoiled: dict[tuple[int, bool, bool], LinkedPlan] = {}
         super().__init__(**arguments)
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from hoist.scheduler.config import Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
-from hoist.scheduler.setup import Setup
+from hoist.scheduler.memory import smallest
+from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import StoreRefusedError
@@ -30,6 +31,7 @@ from hoist.tiers.store import Store
 from tests.support.buffers import open_descriptors
 from tests.support.engines import Fail, RecordedRequest
 from tests.support.training import (
+    PLENTY_BYTES,
     Engine,
     Recipe,
     Step,
@@ -118,6 +120,19 @@ def job(plan: Order, num_micro_batches: int = 3) -> Job:
         setup=setup,
         weights=initial_weights(config, recipe),
     )
+
+
+@cache
+def delayed_job(plan: Order, delay: float, *, kept: bool) -> Job:
+    """The same with delayed updates, whose gradients wait in scratch, or (``kept``) in memory."""
+    what = job(plan)
+    settings = replace(what.settings, delay=delay, host_memory_bytes=PLENTY_BYTES, resident_weights=False)
+    setup = prepare(what.staged, what.setup.layouts, settings)
+    if not kept:
+        settings = replace(settings, host_memory_bytes=smallest(setup.memory.demand).need_bytes)
+        setup = prepare(what.staged, what.setup.layouts, settings)
+    assert bool(setup.stash_bytes) == (not kept)
+    return replace(what, settings=settings, setup=setup)
 
 
 def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | None = None) -> None:

@@ -47,7 +47,11 @@ class _Step:
 
 
 class Simulation:
-    """Steps 0, 1, 2 ...; the weights that step t computes with have version t, its updates make version t + 1."""
+    """Steps 0, 1, 2 ...; the weights that step t computes with have version t, its updates make version t + 1.
+
+    Delayed updates run in the plan of the step after theirs, or in a flush, which is no step of its own: it has the
+    number of the step that follows it.
+    """
 
     def __init__(self, shapes: Sequence[StageShape], buffers: Buffers, *, seed: int) -> None:
         self.shapes = shapes
@@ -64,18 +68,27 @@ class Simulation:
             for piece, chunk in enumerate(shape.chunks):
                 self.newest[stage, chunk] = self.committed[stage, chunk] = 0
                 self.content["file", stage, piece, 0] = 0
-        #: Ops that have ended, by step and kind and stage.
+        #: Ops that have ended, by the step that they belong to, kind and stage.
         self.counts: Counter[tuple[int, Kind, int]] = Counter()
-        #: Which steps' COMMIT ops really commit.
-        self.commits: Sequence[bool] = ()
+        #: Steps whose COMMIT ops do not really commit.
+        self.uncommitted: set[int] = set()
+        #: The step that comes next.
+        self.number = 0
 
     def run(self, plans: Sequence[LinkedPlan], *, commits: Sequence[bool] | None = None) -> None:
-        """Execute consecutive steps in a random order that dependencies allow; at most two steps at once."""
-        self.commits = commits or [True] * len(plans)
+        """Execute consecutive plans in a random order that dependencies allow; at most two at once. Ends drained.
+
+        ``commits`` says of each plan whether its COMMIT op, if it has one, really commits; all do by default.
+        """
         runnable: list[tuple[_Step, int]] = []
         running: list[tuple[_Step, int, InFlight]] = []
         steps: list[_Step] = []
-        upcoming = list(enumerate(plans))
+        upcoming: list[tuple[int, LinkedPlan]] = []
+        for linked, commit in zip(plans, commits or [True] * len(plans), strict=True):
+            upcoming.append((self.number, linked))
+            if linked.plan.num_micro_batches:
+                self.uncommitted |= set() if commit else {self.number}
+                self.number += 1
         while upcoming or steps:
             if upcoming and len(steps) < 2:
                 runnable += self._enter(steps, *upcoming.pop(0))
@@ -90,6 +103,20 @@ class Simulation:
                 steps = [step for step in steps if step.left]
             else:
                 raise WrongContentError("nothing can run: the plan waits for itself")
+
+    def commit(self) -> None:
+        """Commit between steps, when everything has ended and no update is delayed any more."""
+        self._check_committable(self.number)
+        self.committed = dict(self.newest)
+
+    def _check_committable(self, version: int) -> None:
+        if self.turning:
+            raise WrongContentError(f"version {version}: chunks {sorted(self.turning)} are written in part")
+        for (stage, chunk), slot in self.newest.items():
+            for piece, own in enumerate(self.shapes[stage].chunks):
+                found = self.content["file", stage, piece, slot]
+                if own == chunk and found != version:
+                    raise WrongContentError(f"a commit of version {version}: piece {stage}, {piece} has {found}")
 
     def _enter(self, steps: list[_Step], number: int, linked: LinkedPlan) -> list[tuple[_Step, int]]:
         step = _Step(number, linked, list(linked.num_dependencies), len(linked.plan.ops))
@@ -135,10 +162,10 @@ class Simulation:
         for place, content in flight.writes.items():
             self.content[place] = content
         op = flight.op
-        self.counts[flight.step, op.kind, op.stage] += 1
+        self.counts[flight.step - op.delayed, op.kind, op.stage] += 1
         if op.kind is Kind.WRITE_STATES:
             self._turn(op)
-        elif op.kind is Kind.COMMIT and self.commits[flight.step]:
+        elif op.kind is Kind.COMMIT and flight.step not in self.uncommitted:
             self.committed = dict(self.newest)
 
     def _turn(self, op: Op) -> None:
@@ -254,6 +281,10 @@ class Simulation:
         num_micro_batches = self._plan_of.plan.num_micro_batches
         self._see(flight, place, ("sum", op.stage, step, num_micro_batches))
         flight.writes[place] = ("final", op.stage, step)
+        before = self.content.get(("norm",))
+        if not isinstance(before, tuple) or before[0] != step:
+            before = (step, frozenset())
+        flight.writes["norm",] = (step, before[1] | {op.stage})
         if any(owner == op.stage for shape in self.shapes for owner, _ in shape.borrowed):
             lent = tuple(
                 (earlier.stage, step, earlier.micro_batch)
@@ -268,31 +299,45 @@ class Simulation:
         pass
 
     def _read_states(self, op: Op, step: int, flight: InFlight) -> None:
+        before = step - op.delayed
         place = ("file", op.stage, op.piece, self.newest[op.stage, self.shapes[op.stage].chunks[op.piece]])
-        self._see(flight, place, step)
-        flight.writes["states", op.slot] = (op.stage, op.piece, step)
+        self._see(flight, place, before)
+        flight.writes["states", op.slot] = (op.stage, op.piece, before)
+        if op.stashed:
+            self._see(flight, ("stash", op.stage, op.piece), ("final", op.stage, before))
+            flight.writes["state gradient", op.slot] = ("final", op.stage, before)
 
     def _update(self, op: Op, step: int, flight: InFlight) -> None:
-        self._see(flight, ("gradient", self.buffers.gradients[op.stage]), ("final", op.stage, step))
-        self._see(flight, ("states", op.slot), (op.stage, op.piece, step))
-        flight.writes["states", op.slot] = (op.stage, op.piece, step + 1)
+        before = step - op.delayed
+        gradient = ("state gradient", op.slot) if op.stashed else ("gradient", self.buffers.gradients[op.stage])
+        self._see(flight, gradient, ("final", op.stage, before))
+        self._see(flight, ("states", op.slot), (op.stage, op.piece, before))
+        if op.delayed:  # it may have to be scaled: all gradients of its step must have been measured
+            self._see(flight, ("norm",), (before, frozenset(range(len(self.shapes)))))
+        flight.writes["states", op.slot] = (op.stage, op.piece, before + 1)
         for keeper in op.refresh:
             buffer = self.buffers.weights[keeper]
             self._see(flight, ("holder", buffer), keeper)
             if self.content.get(("bound", buffer)) is not False:
                 raise WrongContentError(f"{op}: {keeper} computes with the weights that it changes")
-            flight.writes["weights", buffer, op.stage, op.piece] = step + 1
+            self._see(flight, ("weights", buffer, op.stage, op.piece), before)
+            flight.writes["weights", buffer, op.stage, op.piece] = before + 1
+        if op.fill:
+            buffer = self.buffers.weights[op.stage]
+            self._see(flight, ("holder", buffer), op.stage)
+            self._see(flight, ("weights", buffer, op.stage, op.piece), None)
+            flight.writes["weights", buffer, op.stage, op.piece] = before + 1
 
     def _write_states(self, op: Op, step: int, flight: InFlight) -> None:
-        self._see(flight, ("states", op.slot), (op.stage, op.piece, step + 1))
+        after = step - op.delayed + 1
+        self._see(flight, ("states", op.slot), (op.stage, op.piece, after))
         key = op.stage, self.shapes[op.stage].chunks[op.piece]
         if op.piece in self.turning.get(key, ()):
             raise WrongContentError(f"{op}: it is written twice before its chunk has turned")
-        flight.writes["file", op.stage, op.piece, 1 - self.committed[key]] = step + 1
+        flight.writes["file", op.stage, op.piece, 1 - self.committed[key]] = after
 
     def _commit(self, op: Op, step: int, flight: InFlight) -> None:
-        if self.turning:
-            raise WrongContentError(f"step {step}, {op}: chunks {sorted(self.turning)} are written in part")
+        self._check_committable(step)
         for stage, shape in enumerate(self.shapes):
             for piece, chunk in enumerate(shape.chunks):
                 self._see(flight, ("file", stage, piece, self.newest[stage, chunk]), step)
@@ -313,6 +358,11 @@ class Simulation:
     def _fetch_activation(self, op: Op, step: int, flight: InFlight) -> None:
         scratch = ("scratch", op.stage, op.micro_batch)
         self._copy(flight, scratch, ("activation", op.slot), (op.stage, op.micro_batch, step))
+
+    def _stash_gradient(self, op: Op, step: int, flight: InFlight) -> None:
+        final = ("final", op.stage, step)
+        self._see(flight, ("gradient", self.buffers.gradients[op.stage]), final)
+        flight.writes["stash", op.stage, op.piece] = final
 
     def _spill_gradient(self, op: Op, step: int, flight: InFlight) -> None:
         place = ("gradient", self.buffers.gradients[op.stage])

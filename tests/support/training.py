@@ -6,7 +6,7 @@ Both start from the same weights and see the same batches. What must be equal is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +59,8 @@ class Recipe:
     )
     schedule: Schedule = field(default_factory=lambda: Schedule(kind="constant", lr=1e-2, num_steps=1000))
     no_decay_norms: bool = False
+    clip_norm: float = 0.0
+    """The reference is clipped only by a test's own hook."""
     seed: int = 0
     alter: Alter | None = None
     before_step: BeforeStep | None = None
@@ -70,6 +72,7 @@ class Engine:
     """How hoist runs: must not change the result."""
 
     plan: Order = "vertical"
+    delay: float = 0.0
     budget_factor: float = 1.0
     """Times the smallest budget that works: at 1 activations are spilled and one gradient buffer serves all stages."""
     resident_weights: bool = True
@@ -176,11 +179,13 @@ def train_reference(
     fused: bool = True,
     before_micro_batch: Callable[[PreTrainedModel, int, int], None] | None = None,
     before_update: Callable[[PreTrainedModel], None] | None = None,
+    skip: Collection[int] = (),
     after_update: Callable[[PreTrainedModel], None] | None = None,
 ) -> Outcome:
     """The plain loop: micro-batches one after another, ``torch.optim.AdamW``. Steps are numbered from 1.
 
-    The hooks get the model; the first also the step's number and the micro-batch's, from 0.
+    The hooks get the model; the first also the step's number and the micro-batch's, from 0. The steps in ``skip`` are
+    computed, but their updates are left out.
     """
     model = _reference(config, recipe)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -202,6 +207,8 @@ def train_reference(
             recipe.before_step(model, number)
         prepared = partial(before_micro_batch, model, number) if before_micro_batch is not None else None
         losses.append(accumulate_gradients(model, step, prepared))
+        if number in skip:
+            continue
         if before_update is not None:
             before_update(model)
         for group in optimizer.param_groups:
@@ -263,6 +270,8 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         optimizer=recipe.hyperparameters,
         schedule=recipe.schedule,
         no_decay_norms=recipe.no_decay_norms,
+        clip_norm=recipe.clip_norm,
+        delay=engine.delay,
         plan=engine.plan,
         seed=recipe.seed,
         commit_every=engine.commit_every,
@@ -306,7 +315,7 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), *sizes)
+    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), config.delay_in_force > 0, *sizes)
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,29 @@ def stopped_at(runs: Runs, store: str, step: int, **options: object) -> None:
     """A run of ``options`` that was asked to stop after ``step`` steps."""
     told = runs.job.options(store=runs.job.folder / store, metrics=runs.metrics(store), **options)
     assert train(told, sending(signal.SIGINT, f"step {step}")).step == step
+
+
+def test_delays_give_the_same_curve(runs: Runs) -> None:
+    """Also in parts with different ones; and a resume needs no mention of them."""
+    runs.train("whole", **COSINE)
+    runs.train("delayed", delay=0.5, **COSINE)
+    assert runs.curve("delayed") == runs.curve("whole")
+    stopped_at(runs, "parts", 2, delay=1.0, **COSINE)
+    assert "changed" not in runs.train("parts", "--delay", 0.25).out
+    assert runs.curve("parts") == runs.curve("whole")
+
+
+def test_clipping_is_shown_and_remembered(runs: Runs) -> None:
+    whole = runs.train("whole", clip_norm=0.01, **COSINE)
+    heading, first = next(pair for pair in pairwise(whole.out.splitlines()) if "tokens/s" in pair[0])
+    assert heading.split()[-2:] == ["clip", "left"]
+    assert re.search(r" x 0\.\d+ ", first)
+    for done in read_metrics(runs.metrics("whole")):
+        assert done["grad_norm"] * done["clip_scale"] <= 0.01 * (1 + 1e-6)
+        assert (done["clip_scale"] < 1.0, done["skipped_steps"]) == (True, 0)
+    stopped_at(runs, "parts", 3, clip_norm=0.01, **COSINE)
+    runs.train("parts")
+    assert runs.curve("parts") == runs.curve("whole")
 
 
 def test_nothing_needs_to_be_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

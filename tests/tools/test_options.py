@@ -120,6 +120,8 @@ def test_least_whole_numbers(name: str, least: int) -> None:
         {"lr": "-1"}, {"lr": "nan"}, {"eps": "inf"}, {"weight_decay": "-0.1"}, {"betas": "1,0"}, {"betas": "a,b"},
         {"betas": "0.9"}, {"dropout": "-0.1"}, {"dropout": "nan"}, {"seed": str(2**63)}, {"host_memory": "much"},
         {"lr_schedule": "step"}, {"io": "aio"}, {"plan": "diagonal"}, {"attention": "flash"}, {"metrics": ""},
+        {"delay": "1.1"}, {"delay": "nan"}, {"delay": "-1"},
+        {"clip_norm": "-1"}, {"clip_norm": "inf"}, {"clip_norm": "nan"},
         {"max_chunk_elements": "4095"}, {"max_chunk_elements": "-4096"}, {"lr": "fast"},
     ],
 )  # fmt: skip
@@ -150,9 +152,13 @@ def test_a_resume_is_as_it_was(tmp_path: Path) -> None:
 def test_a_resume_takes_what_is_given_and_says_so() -> None:
     kept = make(model="m", data=["/a"], lr="0.25", steps="10").remembered()
     now, changed = make(
-        lr="0.5", steps="20", betas="0.5,0.6", host_memory="1GiB", plan="horizontal", commit_every="3", seq_len="8"
-    ).resuming(kept)
-    assert changed == ("--steps 20 (was 10)", "--lr 0.5 (was 0.25)", "--betas 0.5,0.6 (was 0.9,0.95)")
+        lr="0.5", steps="20", betas="0.5,0.6", host_memory="1GiB", plan="horizontal", commit_every="3", seq_len="8",
+        delay="0.5", clip_norm="2",
+    ).resuming(kept)  # fmt: skip
+    assert changed == (
+        "--steps 20 (was 10)", "--lr 0.5 (was 0.25)", "--betas 0.5,0.6 (was 0.9,0.95)", "--clip-norm 2.0 (was 0.0)",
+    )  # fmt: skip
+    assert (now.trainer_config().delay, now.trainer_config().clip_norm) == (0.5, 2.0)
     assert (now.lr, now.steps, now.host_memory, now.plan, now.seq_len) == (0.5, 20, "1GiB", "horizontal", 8)
     assert now.model == "m"
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from hoist.scheduler.trainer import StepMetrics
 from hoist.tools.report import RunEnd, Totals, promised_bytes
-from hoist.tools.show import Display
+from hoist.tools.show import Display, _clipped
 
 MIB = 2**20
 
 
-def metrics(step: int, *, loss: float = 6.3208, peak: int = 50 * MIB) -> StepMetrics:
+def metrics(
+    step: int, *, loss: float = 6.3208, peak: int = 50 * MIB, clip_scale: float = 1.0, skipped_steps: int = 0
+) -> StepMetrics:
     return StepMetrics(
-        step=step, loss=loss, grad_norm=1234.5678, lr=9.87654e-05, tokens=1024, seconds=2.0, nvme_read_bytes=260 * MIB,
-        nvme_written_bytes=160 * MIB, busy_seconds={}, stall_seconds={}, host_peak_bytes=peak, device_peak_bytes=0,
+        step=step, loss=loss, grad_norm=1234.5678, clip_scale=clip_scale, skipped_steps=skipped_steps, lr=9.87654e-05,
+        tokens=1024, seconds=2.0, nvme_read_bytes=260 * MIB, nvme_written_bytes=160 * MIB, busy_seconds={},
+        stall_seconds={}, host_peak_bytes=peak, device_peak_bytes=0,
     )  # fmt: skip
 
 
@@ -91,6 +96,19 @@ def test_outcomes(changed: dict[str, object], line: str) -> None:
     assert sum(shown.startswith("go on") for shown in screen.lines()) == 1
     if changed.get("signal"):
         assert "go on    hoist train --store 'a store'" in screen.lines()
+
+
+@pytest.mark.parametrize(
+    ("scale", "skipped", "cell"), [(1.0, 0, ""), (0.123456, 0, "x 0.12"), (1e-7, 3, "x 1e-07"), (0.0, 12, "skipped 12")]
+)
+def test_what_became_of_the_gradients(scale: float, skipped: int, cell: str) -> None:
+    assert _clipped(metrics(7, clip_scale=scale, skipped_steps=skipped)) == cell
+
+
+def test_what_is_no_number_is_null_in_json() -> None:
+    done = replace(metrics(7), loss=float("nan"), grad_norm=float("inf")).to_json()
+    assert json.loads(json.dumps(done, allow_nan=False)) == metrics(7).to_json() | {"loss": None, "grad_norm": None}
+    assert Totals().with_step(replace(metrics(7), loss=float("inf"))).first_loss is None
 
 
 @pytest.mark.parametrize("width", [80, 120])
