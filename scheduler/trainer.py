@@ -10,7 +10,8 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -211,6 +212,8 @@ class Trainer:
         self._read_bytes = engine.statistics().read_bytes
         self._written_bytes = engine.statistics().written_bytes
         self._closed = False
+        #: Held by the thread that is in the trainer.
+        self._entered = threading.Lock()
 
     @property
     def step_number(self) -> int:
@@ -255,19 +258,46 @@ class Trainer:
         ``run`` is JSON that a commit keeps with this step (data position and the like), or makes it of the step's
         metrics; :attr:`Store.record` returns it.
 
-        Raises ConfigError, with nothing done, on batches that do not fit; TransferError when a drive fails; whatever
-        the model raises. After the latter two, only :meth:`close` may be called.
+        The caller's gradient, inference and autocast modes do not matter. One thread at a time may be in the trainer.
+
+        Raises ConfigError, with nothing done, on batches that do not fit, past the schedule's last step, once closed,
+        and to a second thread; TransferError when a drive fails; whatever the model raises. After the latter two, only
+        :meth:`close` may be called.
         """
-        started = time.perf_counter()
-        num_items = self._check(micro_batches)
-        step = self._position.step + 1
+        with self._turn():
+            started = time.perf_counter()
+            num_items = self._check(micro_batches)
+            step = self._position.step + 1
+            if step > self.config.schedule.num_steps:
+                raise ConfigError(
+                    f"step: the schedule's step must be 1 to {self.config.schedule.num_steps}, got {step}; a longer run "
+                    "needs a schedule with more num_steps"
+                )
+            return self._step(step, micro_batches, num_items, started, run)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time, on an open trainer, in the modes that training needs whatever the caller's are."""
+        if not self._entered.acquire(blocking=False):
+            raise ConfigError("another thread is using this trainer; call it from one thread at a time")
+        try:
+            if self._closed:
+                raise ConfigError("this trainer is closed; open the store with a new one")
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                yield
+        finally:
+            self._entered.release()
+
+    def _step(
+        self, step: int, micro_batches: Sequence[Batch], num_items: int, started: float, run: RunRecord | None
+    ) -> StepMetrics:
         committable = self._position
         due = committable.step % self.config.commit_every == 0
         recorded = self._store.record
         wanted = due and recorded is not None and recorded.step < committable.step
         state = StepState(
             step=step,
-            batches=micro_batches,
+            batches=[_usable(batch) for batch in micro_batches],
             num_items=num_items,
             lr=self.config.schedule.at(step),
             commit=(lambda: self._commit(committable)) if wanted else None,
@@ -298,14 +328,16 @@ class Trainer:
 
     def wait(self) -> None:
         """Finish every update of the steps so far, delayed ones too (not yet committed). Raises what a lane raised."""
-        self._finish_updates()
+        with self._turn():
+            self._finish_updates()
 
     def commit(self) -> None:
         """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
-        self._finish_updates()
-        record = self._store.record
-        if record is None or record.step < self._position.step:
-            self._commit(self._position)
+        with self._turn():
+            self._finish_updates()
+            record = self._store.record
+            if record is None or record.step < self._position.step:
+                self._commit(self._position)
 
     def _commit(self, position: _Position) -> None:
         self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
@@ -459,6 +491,11 @@ class Trainer:
 def _stored_bytes(store: Store) -> int:
     """Bytes of the store's arrays, both slots of a chunk counted once."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
+
+
+def _usable(batch: Batch) -> Batch:
+    """The batch with tensors that autograd accepts: those made in inference mode are copied."""
+    return {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in batch.items()}
 
 
 def _specs_in(*groups: Sequence[Any]) -> list[Any]:
