@@ -270,8 +270,8 @@ class Trainer:
             step = self._position.step + 1
             if step > self.config.schedule.num_steps:
                 raise ConfigError(
-                    f"step: the schedule's step must be 1 to {self.config.schedule.num_steps}, got {step}; a longer run "
-                    "needs a schedule with more num_steps"
+                    f"step: the schedule's step must be 1 to {self.config.schedule.num_steps}, got {step}; a longer "
+                    "run needs a schedule with more num_steps"
                 )
             return self._step(step, micro_batches, num_items, started, run)
 
@@ -363,7 +363,7 @@ class Trainer:
     # ------------------------------------------------------------------
 
     def _check(self, micro_batches: Sequence[Batch]) -> int:
-        """Number of counted labels of the step. Raises ConfigError on what the buffers or the model were not made for."""
+        """Number of counted labels of the step. Raises ConfigError on what buffers or model were not made for."""
         config = self.config
         if not 1 <= len(micro_batches) <= config.num_micro_batches:
             raise ConfigError(

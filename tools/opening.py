@@ -59,8 +59,8 @@ def open_trainer(
         difference = config_difference(source.config, load_config(directory / MODEL_DIRECTORY))
         if difference is not None:
             raise StoreRefusedError(
-                f"{directory}: the store holds another model than {source.name}: {difference}; leave model out to go on "
-                "with the store's own, name another store, or set fresh"
+                f"{directory}: the store holds another model than {source.name}: {difference}; leave model out to go "
+                "on with the store's own, name another store, or set fresh"
             )
     staged = split(build_model(source.config, attention=attention, dropout=dropout))
     baseline_bytes = warm_up()
