@@ -30,6 +30,12 @@ from hoist.tools.tokens import (
     refuse_os_errors,
 )
 
+#: Files that would be taken as text, markup and all, or for no text at all; people mean their content.
+UNREAD_FORMATS: Mapping[str, str] = {
+    ".json": "JSON files", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet files",
+    ".arrow": "Arrow files",
+}  # fmt: skip
+
 #: How windows follow one another.
 Order = Literal["sequential", "shuffle"]
 
@@ -60,6 +66,7 @@ def prepare(
     files: list[TokenFile] = []
     facts: list[TokenFacts] = []
     notices: list[str] = []
+    text_as: str | None = None
     made = CacheEntries(cache_directory)
     try:
         for source in _merge_text(sources):
@@ -77,9 +84,11 @@ def prepare(
                     "needs "
                     f"{ByteTokenizer.VOCABULARY}: give token ids (.npy) or a model with a tokenizer"
                 )
+            chosen = tokenizer or ByteTokenizer()
+            text_as = chosen.description
             text = tokenize(
                 source,
-                tokenizer=tokenizer or ByteTokenizer(),
+                tokenizer=chosen,
                 vocab_size=vocab_size,
                 cache_directory=cache_directory,
                 progress=progress,
@@ -88,7 +97,7 @@ def prepare(
             files.append(text.file)
             facts.append(text.facts)
             notices.extend(_text_notices(text))
-        result = TokenSource(files, facts, notices=notices, made=made)
+        result = TokenSource(files, facts, notices=notices, made=made, tokenizer=text_as)
         _require_one_step(
             result, paths, seq_len=seq_len, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
         )
@@ -112,6 +121,11 @@ def _look(path: Path, token_bytes: int) -> TokenFile | tuple[Path, ...]:
         return open_npy(path)
     if path.suffix == ".bin":
         return open_bin(path, token_bytes=token_bytes)
+    unread = UNREAD_FORMATS.get(path.suffix.lower())
+    if unread is not None:
+        raise DataError(
+            f"--data {path}: {unread} come with a later version; make text (.txt) or token ids (.npy) of it"
+        )
     if stat.st_size == 0:
         raise DataError(f"--data {path}: the file is empty; give some text")
     with refuse_os_errors(path), path.open("rb") as file:

@@ -26,7 +26,7 @@ from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
 
-#: What the options are when no model is named: a small model on text that every machine has, in about two minutes, with
+#: What the options are when no model is named: a small model on text that every machine has, in a few minutes, with
 #: states several times as large as the budget.
 DEFAULT_JOB: Mapping[str, Any] = {
     "model": "tiny",
@@ -64,8 +64,8 @@ MINIMA: Mapping[str, int] = {
 NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "max_chunk_elements", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
 WITHOUT_EFFECT = frozenset({"host_memory", "plan", "delay", "commit_every", "token_bytes", "dtype"})
-#: What differs in these, others tell: the model's configuration, the data's position.
-TOLD_ELSEWHERE = frozenset({"model", "data", "seq_len", "order"})
+#: What differs in these, others tell: the model's configuration, the data's content.
+TOLD_ELSEWHERE = frozenset({"model", "data"})
 _MAX_SEED = 2**63 - 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from hoist.tools.safetensors_reader import INDEX_FILE, SINGLE_FILE, CheckpointRe
 from hoist.tools.text import ModelTokenizer
 
 CONFIG_FILE = "config.json"
+#: How models are named on the Hugging Face hub: OWNER/MODEL. Nothing is downloaded here.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 #: How the names of weights begin or end that are not read; a directory that has only these is no config-only model.
 _FOREIGN_PREFIXES = ("pytorch_model", "tf_model", "flax_model", "consolidated.")
 _FOREIGN_SUFFIXES = (".gguf", ".safetensors")
@@ -205,9 +208,12 @@ def load_model_source(model: str) -> ModelSource:
     if directory.is_file():
         raise ModelSourceError(f"--model {model}: is a file; name the directory that holds its {CONFIG_FILE}")
     if not directory.is_dir():
+        hub = ""
+        if _HUB_NAME.fullmatch(model):
+            hub = f"; if it is on the Hugging Face hub, get it with: hf download {model} --local-dir {model.rpartition('/')[2]}"
         raise ModelSourceError(
             f"--model {model}: no such directory, and no preset; name a Hugging Face directory or one of "
-            f"{', '.join(PRESETS)}"
+            f"{', '.join(PRESETS)}{hub}"
         )
     directory = directory.absolute()
     config = _read_config(directory)

@@ -80,6 +80,8 @@ class RunStart:
     num_parameters: int
     num_tokens: int
     """Tokens of the data; 0 if none are needed."""
+    text_as: str | None
+    """What its text was tokenized with; None if it is all token ids."""
     num_windows: int
     """Rows that the data is cut into."""
     windows_per_step: int

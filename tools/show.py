@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.invoked import command_name
 from hoist.tools.report import RunEnd, RunStart, promised_bytes
 from hoist.tools.sizes import show_bytes
 
@@ -47,7 +48,7 @@ class Display:
     def notice(self, text: str) -> None:
         """One line that the user should see."""
         self._stop_bar()
-        self._field("note", text)
+        self._field("note", text, style="yellow")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """How far a long preparation is: a bar on a terminal, nothing in a log."""
@@ -80,10 +81,11 @@ class Display:
             f"weights and Adam moments are {show_bytes(states)}",
         )
         epoch = start.num_windows / start.windows_per_step
+        text_as = "" if start.text_as is None else f"; its text is read as {start.text_as}"
         self._field(
             "data",
             f"{start.num_tokens:,} tokens, {start.num_windows:,} rows; a step takes {start.windows_per_step}, "
-            f"so {epoch:,.{1 if epoch < 100 else 0}f} steps are one epoch",
+            f"so {epoch:,.{1 if epoch < 100 else 0}f} steps are one epoch{text_as}",
         )
         where = f"resumed at step {start.step}" if start.resumed else "new"
         self._field("store", f"{start.store} ({where})")
@@ -138,17 +140,19 @@ class Display:
         """How it ended, and what to run next."""
         self._stop_bar()
         store = shlex.quote(end.store)
+        hoist = command_name()
         if end.num_steps:
             self._line("")
         self._field("stopped" if end.signal else "done", _outcome(end))
         if end.last is not None:
             self._results(end, end.last)
         if end.step < end.steps:
-            self._field("go on", f"hoist train --store {store}", command=True)
+            self._field("go on", f"{hoist} train --store {store}", command=True)
         else:
             more = 2 * end.steps if end.steps else 100
-            self._field("go on", f"hoist train --store {store} --steps {more}", command=True)
-        self._field("export", f"hoist export {store} {shlex.quote(end.store.rstrip('/') + '-model')}", command=True)
+            self._field("go on", f"{hoist} train --store {store} --steps {more}", command=True)
+        exported = shlex.quote(end.store.rstrip("/") + "-model")
+        self._field("export", f"{hoist} export {store} {exported}", command=True)
 
     def _results(self, end: RunEnd, last: StepMetrics) -> None:
         first = end.totals.first_loss
@@ -165,7 +169,7 @@ class Display:
             "memory", f"host peak {show_bytes(last.host_peak_bytes)}, {verdict} the promised {show_bytes(promise)}"
         )
 
-    def _field(self, label: str, text: str, *, command: bool = False) -> None:
+    def _field(self, label: str, text: str, *, command: bool = False, style: str | None = None) -> None:
         """A label and what there is to say; on a terminal wrapped under itself, but never a command to be pasted."""
         lines = [text]
         if self._console.is_terminal and not command:
@@ -173,10 +177,10 @@ class Display:
                 text, max(20, self._console.width - _LABEL_WIDTH), break_long_words=False, break_on_hyphens=False
             )
         for number, line in enumerate(lines):
-            self._line(f"{'' if number else label:<{_LABEL_WIDTH}}{line}".rstrip())
+            self._line(f"{'' if number else label:<{_LABEL_WIDTH}}{line}".rstrip(), style)
 
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _outcome(end: RunEnd) -> str:
@@ -187,7 +191,7 @@ def _outcome(end: RunEnd) -> str:
         return f"{steps} in {_clock(end.seconds)}; step {end.step} of {end.steps} is committed"
     if end.created:
         return "the store is made and holds the initial weights, step 0"
-    return f"already: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
+    return f"nothing to do: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
 
 
 def _clipped(metrics: StepMetrics) -> str:

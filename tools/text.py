@@ -32,11 +32,11 @@ from hoist.tools.tokens import (
     write_note,
 )
 
-#: Files of a folder that are taken as text.
+#: Files of a folder that are taken as text. Not tables, JSON and web pages, of which most is no text to learn.
 TEXT_SUFFIXES = (
-    ".c", ".cc", ".cfg", ".cpp", ".cs", ".css", ".csv", ".go", ".h", ".hpp", ".htm", ".html", ".ini", ".java", ".jl",
-    ".js", ".json", ".jsonl", ".kt", ".lua", ".md", ".php", ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".rst",
-    ".scala", ".sh", ".sql", ".swift", ".tex", ".text", ".toml", ".ts", ".tsv", ".txt", ".xml", ".yaml", ".yml",
+    ".c", ".cc", ".cfg", ".cpp", ".cs", ".css", ".go", ".h", ".hpp", ".ini", ".java", ".jl",
+    ".js", ".kt", ".lua", ".md", ".php", ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".rst",
+    ".scala", ".sh", ".sql", ".swift", ".tex", ".text", ".toml", ".ts", ".txt", ".xml", ".yaml", ".yml",
 )  # fmt: skip
 #: Files of a model directory that make its tokenizer; their content is the tokenizer's identity.
 TOKENIZER_FILES = (

@@ -151,9 +151,12 @@ class TokenSource:
         *,
         notices: Sequence[str] = (),
         made: CacheEntries | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         #: What its preparation put into the cache; for a caller that gives up before it has used it.
         self.made = made
+        #: What text was tokenized with, for people; None if the files were token ids already.
+        self.tokenizer = tokenizer
         #: The files in the order in which their ids are numbered; at least one.
         self.files = tuple(files)
         #: What preparation has to tell people, one line each.

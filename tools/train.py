@@ -35,17 +35,20 @@ from hoist.tiers.store import Store
 from hoist.tools import data as token_data
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.import_weights import check_weights, checkpoint_weights
+from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
 from hoist.tools.options import TrainOptions
-from hoist.tools.presets import ModelSource, load_model_source
+from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.stop import Stop
-from hoist.tools.text import stdlib_sources
+from hoist.tools.text import ByteTokenizer, stdlib_sources
 from hoist.tools.tokens import TokenSource
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
+#: A vocabulary beyond this was made for a tokenizer: bytes would leave nearly all of it unused.
+_MANY_IDS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,7 +259,20 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
     if options.data:  # that a few of Python's own files are no UTF-8 concerns nobody
         for notice in tokens.notices:
             report.notice(notice)
+    vocab_size = run.source.vocab_size
+    if tokens.tokenizer is not None and run.source.tokenizer is None and vocab_size > _MANY_IDS:
+        report.notice(
+            f"text is taken as bytes, which use {ByteTokenizer.VOCABULARY} of the model's {vocab_size:,} ids; "
+            "otherwise name a model directory with a tokenizer, or give token ids (.npy)"
+        )
     return tokens
+
+
+def _text_as(run: _Prepared, tokens: TokenSource) -> str | None:
+    """How text became ids, for people; None if the data is all ids."""
+    if tokens.tokenizer is None or run.source.tokenizer is not None:
+        return tokens.tokenizer
+    return "bytes" if run.options.model in PRESETS else "bytes (the model directory has no tokenizer)"
 
 
 def _checked(what: str, report: Reporter, stop: Stop) -> Callable[[int, int], None]:
@@ -376,8 +392,8 @@ def _loop(
         }
 
     with _explained(run, trainer):
-        while trainer.step_number < options.steps and not stop.signal:
-            last = trainer.step(data.step(trainer.step_number + 1), run=kept)
+        while trainer.step_number < options.steps and not stop.before(step := trainer.step_number + 1):
+            last = trainer.step(data.step(step), run=kept)
             _require_finite(last)
             if metrics_file is not None:
                 metrics_file.write(last)
@@ -396,7 +412,7 @@ def _loop(
 @contextmanager
 def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
     """Say of a failure where the store now stands, and what to do."""
-    again = f"hoist train --store {shlex.quote(run.options.store)}"
+    again = f"{command_name()} train --store {shlex.quote(run.options.store)}"
     try:
         yield
     except MetricsError as error:
@@ -431,6 +447,7 @@ def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource) -> RunStart:
         setup=run.setup,
         num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
         num_tokens=tokens.num_tokens,
+        text_as=_text_as(run, tokens),
         num_windows=tokens.num_tokens // options.seq_len,
         windows_per_step=options.micro_batches * options.micro_batch_size,
         budget_bytes=options.host_memory_bytes(),

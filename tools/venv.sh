@@ -31,5 +31,6 @@ fi
 case "$*" in
     *dev*) command -v gcc >/dev/null || debian_package gcc ;;
 esac
+echo "installing hoist and torch into $directory: about 1.2 GB, a minute or two" >&2
 "$python" -m venv "$directory"
 "$directory/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"

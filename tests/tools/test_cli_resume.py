@@ -89,7 +89,7 @@ def test_nothing_needs_to_be_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) 
     runs.train("whole", **COSINE)
     assert runs.curve("parts") == runs.curve("whole")
     again = runs.train("parts")
-    assert again.out.startswith("done     already: the store is at step 5, and --steps is 5; nothing was changed\n")
+    assert again.out.startswith("done     nothing to do: the store is at step 5, and --steps is 5; nothing was changed\n")
 
 
 def test_attention_and_dropout_are_remembered(runs: Runs, tmp_path: Path) -> None:
@@ -112,7 +112,8 @@ def test_what_is_told_otherwise_is_said(runs: Runs) -> None:
     resumed = runs.train("store", "--steps", 4, "--lr", 0.02, "--order", "shuffle", "--host-memory", "20MiB")
     notes = [line for line in resumed.out.splitlines() if line.startswith("note")]
     assert notes == [
-        "note     changed since the last commit: --steps 4 (was 2), --lr 0.02 (was 0.01)",
+        "note     changed since the last commit: --steps 4 (was 2), --lr 0.02 (was 0.01), "
+        "--order shuffle (was sequential)",
         "note     --order: shuffle, stored sequential; windows are numbered anew from place 8",
     ]
     assert [lr for *_, lr in runs.curve("store")] == [0.01, 0.01, 0.02, 0.02]
@@ -167,6 +168,8 @@ def test_the_default_job(tmp_path: Path, capfd: pytest.CaptureFixture[str], monk
     assert first.code == 0, first.err
     assert {path.name for path in tmp_path.iterdir()} == {"hoist-store", "hoist-store.tokens"}
     assert "model    tiny: 13,115,648 parameters in 18 stages; weights and Adam moments are 150.1 MiB\n" in first.out
+    assert " steps are one epoch; its text is read as bytes\n" in first.out
+    assert "note" not in first.out  # its vocabulary is made for bytes
     assert "budget 32.0 MiB; the states are 4.7 times as large" in first.out
     assert "the promised 67.2 MiB\n" in first.out
     assert "go on    hoist train --store hoist-store --steps 2\n" in first.out

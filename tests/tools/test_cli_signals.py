@@ -138,9 +138,10 @@ def test_a_process(job: Job, number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 128 + number, err
-    assert err == ""
     step = committed_step(job.store)
     assert step >= 1
+    told = f"hoist: stopping after step {step}; press again to end at once\n"
+    assert err == (told if number == signal.SIGINT else "")
     assert f"stopped  on request after step {step} of {many}; everything is committed" in out
     assert f"go on    hoist train --store {job.store}\n" in out
     assert not temporary_files(job.folder)

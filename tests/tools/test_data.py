@@ -318,3 +318,30 @@ def test_a_file_cut_during_the_run_is_told(tmp_path: Path) -> None:
     tokens.unlink()
     with pytest.raises(OSError, match="No such file or directory at byte 128, 800 bytes"):
         source.read(0, np.empty(100, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("a.jsonl", "JSON lines"), ("a.JSON", "JSON files"), ("a.parquet", "Parquet files"), ("a.arrow", "Arrow files")],
+)
+def test_formats_to_come_are_refused_by_name(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / name).write_text('{"text": "some"}\n' * 10)
+    with pytest.raises(DataError, match=rf"{name}: {what} come with a later version; make text \(\.txt\) or token ids"):
+        prepare(
+            [tmp_path / name], tokenizer=None, vocab_size=256, cache_directory=tmp_path / "cache", seq_len=4,
+            micro_batch_size=1, num_micro_batches=1,
+        )  # fmt: skip
+
+
+def test_what_text_was_read_as_is_known(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("named, so it is text\n")
+    np.save(tmp_path / "b.npy", np.arange(64, dtype=np.uint16))
+
+    def tokenizer(*names: str) -> str | None:
+        return prepare(
+            [tmp_path / name for name in names], tokenizer=None, vocab_size=256, cache_directory=tmp_path / "cache",
+            seq_len=4, micro_batch_size=1, num_micro_batches=1,
+        ).tokenizer  # fmt: skip
+
+    assert tokenizer("b.npy") is None
+    assert tokenizer("b.npy", "a.csv") == "UTF-8 bytes, byte 0 after each document"

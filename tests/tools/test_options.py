@@ -156,7 +156,8 @@ def test_a_resume_takes_what_is_given_and_says_so() -> None:
         delay="0.5", clip_norm="2",
     ).resuming(kept)  # fmt: skip
     assert changed == (
-        "--steps 20 (was 10)", "--lr 0.5 (was 0.25)", "--betas 0.5,0.6 (was 0.9,0.95)", "--clip-norm 2.0 (was 0.0)",
+        "--seq-len 8 (was 1024)", "--steps 20 (was 10)", "--lr 0.5 (was 0.25)", "--betas 0.5,0.6 (was 0.9,0.95)",
+        "--clip-norm 2.0 (was 0.0)",
     )  # fmt: skip
     assert (now.trainer_config().delay, now.trainer_config().clip_norm) == (0.5, 2.0)
     assert (now.lr, now.steps, now.host_memory, now.plan, now.seq_len) == (0.5, 20, "1GiB", "horizontal", 8)

@@ -97,6 +97,13 @@ def test_names_of_nothing(tmp_path: Path) -> None:
         ModelSourceError, match=r"--model tny: no such directory, and no preset; name a .* or one of tiny, smollm2"
     ):
         load_model_source("tny")
+    with pytest.raises(
+        ModelSourceError, match=r"gpt-175b; if .* hub, get it with: hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B$"
+    ):
+        load_model_source("Qwen/Qwen3-0.6B")
+    for path in ("./a/b", "/a/b", "a/b/c", "a/"):
+        with pytest.raises(ModelSourceError, match=r"gpt-175b$"):
+            load_model_source(path)
     (tmp_path / "file").touch()
     with pytest.raises(ModelSourceError, match=r"is a file; name the directory that holds its config\.json"):
         load_model_source(str(tmp_path / "file"))

@@ -84,7 +84,7 @@ def test_end_is_honest() -> None:
         ),
         (
             {"num_steps": 0, "last": None, "created": False},
-            "done     already: the store is at step 100, and --steps is 100; nothing was changed",
+            "done     nothing to do: the store is at step 100, and --steps is 100; nothing was changed",
         ),
         ({"num_steps": 1}, "done     1 step in 1:02:05; step 100 of 100 is committed"),
     ],

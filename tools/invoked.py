@@ -1,0 +1,26 @@
+"""How this process's command was called, so that the commands it proposes can be pasted where it ran.
+
+What is proposed is the business of `show.py` and `train.py`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+NAME = "hoist"
+
+
+def command_name() -> str:
+    """``hoist`` where the shell finds that very program; else the path by which it was called, quoted for a shell."""
+    called = Path(sys.argv[0]) if sys.argv else Path()
+    if called.name != NAME:  # a module or another program that imports this one
+        return NAME
+    found = shutil.which(NAME)
+    try:
+        same = found is not None and called.samefile(found)
+    except OSError:
+        return NAME
+    return NAME if same else shlex.quote(sys.argv[0])
