@@ -143,8 +143,8 @@ def test_the_result_is_torchs_own_within_the_rounding_of_the_norm(
 ) -> None:
     """One step: the two scales differ by what torch's float32 norm is off, and so do the first moments.
 
-    torch's norm of n elements is at most n u off relatively (u = 2^-24), measured a thousandth of that. Both scales are
-    rounded to float32, the gradients once each after scaling, the moments (0.1 times the gradient) once more.
+    torch's norm of n elements is at most n u off relatively (u = 2^-24), and how far it is off is measured here. Both
+    scales are rounded to float32, gradients once each after scaling, the moments (0.1 times the gradient) once more.
     """
     recipe = recipe_of(clip_norm)
     norms: list[float] = []
