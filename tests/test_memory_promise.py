@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.groups import CONTROL_GROUPS, memory_controller
 from tests.support.memory_run import MIB, Task, Used
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,26 +71,14 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory control group, of version 1 or 2."""
-    version_1 = Path("/sys/fs/cgroup/memory")
-    controllers = Path("/sys/fs/cgroup/cgroup.controllers")
-    if version_1.is_dir():
-        parent = version_1
-    elif controllers.exists() and "memory" in controllers.read_text().split():
-        parent = controllers.parent
-    else:
-        pytest.skip("no memory controller is mounted at /sys/fs/cgroup")
+    """A memory control group. CI must have one (tests/test_packaging.py); elsewhere its test is skipped."""
+    parent = memory_controller()
+    if parent is None:
+        pytest.skip(f"no memory control group can be made under {CONTROL_GROUPS}")
     made = parent / f"hoist-test-{os.getpid()}"
-    try:
-        made.mkdir()
-    except OSError as error:
-        pytest.skip(f"a control group cannot be made here: {error.strerror}")
-    try:
-        if not any((made / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
-            pytest.skip(f"{parent} does not hand its memory controller on")
-        yield made
-    finally:
-        made.rmdir()
+    made.mkdir()
+    yield made
+    made.rmdir()
 
 
 @pytest.mark.cgroup

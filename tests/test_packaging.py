@@ -20,6 +20,7 @@ import pytest
 
 import hoist
 from tests.check_types import ROOT
+from tests.support.groups import memory_controller
 
 #: Package and its folder, as setup.cfg maps them.
 FOLDERS = {
@@ -195,3 +196,4 @@ class TestSetup:
         assert importlib.util.find_spec("kvikio") is not None
         assert shutil.which("gcc") is not None
         assert os.geteuid() == 0
+        assert memory_controller() is not None

@@ -210,7 +210,8 @@ def load_model_source(model: str) -> ModelSource:
     if not directory.is_dir():
         hub = ""
         if _HUB_NAME.fullmatch(model):
-            hub = f"; if it is on the Hugging Face hub, get it with: hf download {model} --local-dir {model.rpartition('/')[2]}"
+            folder = model.rpartition("/")[2]
+            hub = f"; if it is on the Hugging Face hub, get it with: hf download {model} --local-dir {folder}"
         raise ModelSourceError(
             f"--model {model}: no such directory, and no preset; name a Hugging Face directory or one of "
             f"{', '.join(PRESETS)}{hub}"

@@ -98,7 +98,7 @@ def test_names_of_nothing(tmp_path: Path) -> None:
     ):
         load_model_source("tny")
     with pytest.raises(
-        ModelSourceError, match=r"gpt-175b; if .* hub, get it with: hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B$"
+        ModelSourceError, match=r"gpt-175b; if .* hub, .* hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B$"
     ):
         load_model_source("Qwen/Qwen3-0.6B")
     for path in ("./a/b", "/a/b", "a/b/c", "a/"):

@@ -57,7 +57,10 @@ def as_bytes(*files: Path, cache: Path) -> TokenizedText:
 
 
 def test_folders_give_text_files_by_relative_path(tmp_path: Path) -> None:
-    for name in ("b.py", "a/z.txt", "a.md", "a-b/q.rst", "a/image.png", "t.json", "t.csv", "w.html", "Z.TXT", "site-packages/x.py", "a/\udcff.txt"):
+    for name in (
+        "b.py", "a/z.txt", "a.md", "a-b/q.rst", "a/image.png", "t.json", "w.html", "Z.TXT", "site-packages/x.py",
+        "t.csv", "a/\udcff.txt",
+    ):  # fmt: skip
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(name if "\udcff" not in name else "x")
