@@ -260,13 +260,9 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
 
     take(replace(plan, num_gradient_buffers=2))
     ring_limit = RING_SHARE * budget_bytes
-    grown = True
-    while grown:
-        grown = False
-        for more in (_more_slots, _larger_pieces):
-            wanted = more(plan)
-            if wanted != plan and wanted.ring_bytes <= ring_limit and take(wanted):
-                grown = True
+    # One chain of enlargements, left at the first that does not fit: a larger budget only goes further along it.
+    while (bigger := _next_ring(plan)) != plan and bigger.ring_bytes <= ring_limit and take(bigger):
+        pass
     if demand.activation_bytes:
         spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
         take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
@@ -280,14 +276,18 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
     return plan
 
 
-def _more_slots(plan: MemoryPlan) -> MemoryPlan:
-    return replace(
-        plan, num_staging=min(MAX_SLOTS, plan.num_staging + 1), num_states=min(MAX_SLOTS, plan.num_states + 1)
-    )
+def _next_ring(plan: MemoryPlan) -> MemoryPlan:
+    """The next larger staging and state slots: one more of each and pieces of twice the size, in turn, up to the most.
 
-
-def _larger_pieces(plan: MemoryPlan) -> MemoryPlan:
-    return replace(plan, piece_elements=min(plan.demand.max_piece_elements, 2 * plan.piece_elements))
+    Slots come first: with more of them, reading, updating and writing overlap; larger pieces only save requests.
+    """
+    slots = min(MAX_SLOTS, max(plan.num_staging, plan.num_states) + 1)
+    more = replace(plan, num_staging=slots, num_states=slots)
+    larger = replace(plan, piece_elements=min(plan.demand.max_piece_elements, 2 * plan.piece_elements))
+    enlarged = plan.piece_elements > smallest(plan.demand).piece_elements
+    if larger == plan or (more != plan and (plan.num_states == MIN_SLOTS or enlarged)):
+        return more
+    return larger
 
 
 def piece_limit(chunk_elements: Sequence[int], configured: int) -> int:

@@ -132,6 +132,7 @@ def measure(
     host_memory_bytes: int,
     rounds: int,
     resident_weights: bool,
+    delay: float = 0.0,
 ) -> Row:
     """Run ``rounds`` rounds: a few steps of hoist's, as many in memory."""
     seq_len, rows, count = shape
@@ -147,6 +148,7 @@ def measure(
             optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
             schedule=Schedule(kind="constant", lr=1e-4, num_steps=rounds * (STEPS_A_ROUND + 1)),
             resident_weights=resident_weights,
+            delay=delay,
         )
         setup = prepare(staged, lay_out_stages(staged), options)
         store = create_store(
@@ -250,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
     parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
     parser.add_argument("--resident-weights", action="store_true", help="let spare memory keep weights")
+    parser.add_argument("--delay", type=float, default=0.0, help="share of updates that wait for the next forward")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     config = model_config(hidden=arguments.hidden, layers=arguments.layers, vocab=arguments.vocab)
@@ -262,6 +265,7 @@ def main() -> None:
             host_memory_bytes=parse_bytes(arguments.host_memory),
             rounds=arguments.rounds,
             resident_weights=arguments.resident_weights,
+            delay=arguments.delay,
         )
         for shape in shapes
     ]

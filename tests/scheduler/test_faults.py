@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hoist.scheduler.config import Order
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.commit import CommitSequence
 from hoist.tiers.errors import StoreRefusedError, TransferError
@@ -211,7 +212,7 @@ def test_after_a_fault_the_trainer_repeats_it_and_does_nothing_more(
         assert len(raised.value.__notes__) == 1
         trainer.close()  # what was in flight has ended
         seen = len(engine.requests)
-        with pytest.raises(TransferError):
+        with pytest.raises(ConfigError, match="closed"):
             trainer.step(what.steps[0])
         assert len(engine.requests) == seen
     check_recovery(what, courses["vertical"], directory, [])
