@@ -140,7 +140,7 @@ def _environment(packages: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)
 def test_the_main_job(tmp_path: Path) -> None:
-    """README's first command, installation and all, in a fresh checkout; two steps instead of a hundred.
+    """README's first command, installation and all, in a fresh checkout; two steps instead of seventy.
 
     What hoist needs is taken from the environment that the tests run in, instead of being installed a second time.
     """

@@ -51,7 +51,7 @@ def _root(
 
 
 @app.command(
-    epilog="Examples:  [bold]hoist train[/]  (a few minutes, no files needed)  |  "
+    epilog="Examples:  [bold]hoist train[/]  (about two minutes, no files needed)  |  "
     "[bold]hoist train --model gpt2 --data README.md --store gpt2-store --host-memory 2GiB --seq-len 256 "
     "--micro-batches 2 --steps 20[/]"
 )
@@ -61,7 +61,7 @@ def train(
         typer.Option(
             metavar="DIR|PRESET", rich_help_panel=_WHAT,
             help="Hugging Face directory, or a preset: gpt2, llama2-7b, gpt-65b, ... "
-            "Left out: tiny, with settings for a job of a few minutes instead of the defaults below.",
+            "Left out: tiny, with settings for a job of about two minutes instead of the defaults below.",
         ),
     ] = None,
     data: Annotated[

@@ -26,7 +26,7 @@ from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
 
-#: What the options are when no model is named: a small model on text that every machine has, in a few minutes, with
+#: What the options are when no model is named: a small model on text that every machine has, in about two minutes, with
 #: states several times as large as the budget.
 DEFAULT_JOB: Mapping[str, Any] = {
     "model": "tiny",
@@ -34,7 +34,7 @@ DEFAULT_JOB: Mapping[str, Any] = {
     "seq_len": 128,
     "micro_batch_size": 2,
     "micro_batches": 4,
-    "steps": 100,
+    "steps": 70,
     "lr": 1e-3,
     "lr_schedule": "cosine",
     "warmup_steps": 10,
