@@ -352,13 +352,18 @@ def test_experts_without_tokens_get_the_gradient_that_torch_gives_them() -> None
     assert_same_gradients(model, grads)
 
 
-def test_persistent_buffers_belong_to_stages() -> None:
-    config = DeepseekV3Config(
+def router_config() -> DeepseekV3Config:
+    """A model whose second layer has a persistent buffer: the router's bias."""
+    return DeepseekV3Config(
         vocab_size=503, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
         first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
+
+
+def test_persistent_buffers_belong_to_stages() -> None:
+    config = router_config()
     staged, model = split(build_model(config)), reference_model(config)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     stage, spec = staged.tensor(name)
@@ -372,6 +377,29 @@ def test_persistent_buffers_belong_to_stages() -> None:
     loss, grads = staged_step(staged, source, batch_of(), 20)
     assert torch.equal(loss, expected)
     assert_same_gradients(model, grads)
+
+
+def test_a_write_to_a_neighbouring_buffer_is_no_change_of_this_one() -> None:
+    """In a run all buffers lie on one mapping, and other lanes write to it while a stage computes."""
+    staged = split(build_model(router_config()))
+    stage = staged.layers[1]
+    sizes = {spec.name: spec.num_elements for spec in stage.tensors}
+    mapping = torch.zeros(sum(sizes.values()) + 1)
+    parts = mapping[:-1].split(list(sizes.values()))
+    values = {spec.name: part.view(spec.shape) for spec, part in zip(stage.tensors, parts, strict=True)}
+
+    def other_lane(*_: object) -> None:
+        mapping[-1] += 1
+
+    with torch.no_grad():
+        staged.embed.bind({spec.name: torch.zeros(spec.shape) for spec in staged.embed.tensors})
+        hidden, context = staged.embed.forward(batch_of())
+        stage.bind(values)
+        layer = staged.model.get_submodule("model.layers.1")
+        hook = layer.register_forward_pre_hook(other_lane)
+        stage.forward(hidden, context)
+        hook.remove()
+    assert float(mapping[-1]) == 1
 
 
 def test_a_model_without_a_stack_is_refused() -> None:
