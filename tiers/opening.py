@@ -25,6 +25,7 @@ class Opened:
     """What reading a store's small files gave."""
 
     layouts: tuple[StageLayout, ...]
+    num_slots: int
     attributes: dict[str, Any]
     record: CommitRecord
     checksums: list[StageChecksums]
@@ -104,16 +105,23 @@ def _read_commit(directory: Path, commit_bytes: bytes) -> Opened:
             f"{directory}: {store_format.METADATA_NAME} of the root or of a stage was changed: "
             f"{store_format.COMMIT_NAME} states crc32c {record.metadata_crc32c:08x}, they give {actual:08x}"
         )
+    num_slots = attributes.get("num_slots")
+    if num_slots not in (store_format.NUM_SLOTS, store_format.NUM_SLOTS_WITH_PREVIOUS):
+        raise StoreFormatError(f"{root_path}: attributes.hoist.num_slots: expected 2 or 3, saw {num_slots!r:.100}")
     counts = [layout.num_chunks for layout in layouts]
     if [len(digits) for digits in record.slots] != counts:
         seen = [len(digits) for digits in record.slots]
         raise StoreFormatError(f"{commit_path}: slots: expected {counts} chunks per stage, saw {seen}")
+    if any(int(digit) >= num_slots for digits in record.slots for digit in digits):
+        raise StoreFormatError(f"{commit_path}: slots: a slot is named beyond the {num_slots} that the store has")
     checksum_path = directory / record.checksum_file
     checksums = store_format.decode_checksums(
         _read_file(checksum_path), checksum_path, layouts=layouts, expected_crc32c=record.checksum_file_crc32c
     )
     own = store_format.callers_attributes(attributes)
-    return Opened(layouts=tuple(layouts), attributes=own, record=record, checksums=checksums)
+    return Opened(
+        layouts=tuple(layouts), num_slots=num_slots, attributes=own, record=record, checksums=checksums
+    )
 
 
 def _read_file(path: Path) -> bytes:
