@@ -49,6 +49,9 @@ class TrainerConfig:
     """Largest unit of I/O and update (elements, a multiple of 4096); made smaller where the budget is short."""
     resident_weights: bool = True
     """Use host memory that is left over to keep the weights of the last stages from step to step."""
+    verify_reads: bool = False
+    """Check what is read for updates, and frozen tensors, against the committed checksums: damage that comes during a
+    run is found before anything made of it is committed. Costs a checksum of what is read."""
     validate: bool = False
     """Re-check residency after every op; for tests."""
 

@@ -26,6 +26,7 @@ from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, Kind, Op
+from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers import heap
 from hoist.tiers.checksum import ChunkChecksum
@@ -176,7 +177,10 @@ class Runtime:
         clip_norm: float,
         seed: int,
         adam_steps: Mapping[str, int],
+        verify_reads: bool = False,
     ) -> None:
+        #: Checks what is read for updates; None: nothing is checked.
+        self._read_check = ReadCheck(store) if verify_reads else None
         self._model = model
         self._stages = model.stages
         self._store = store
@@ -273,6 +277,8 @@ class Runtime:
     def end(self, step: int) -> None:
         """Forget a step whose ops have all ended."""
         self._steps.pop(step, None)
+        if self._read_check is not None:
+            self._read_check.end(step)
 
     def release(self) -> None:
         """Let go of the buffers: no op may follow."""
@@ -367,8 +373,14 @@ class Runtime:
         place = self._store.frozen_place(op.stage)
         target = self._places.stages[op.stage].frozen
         item = Item(ItemKind.WEIGHTS, op.stage)
-        noted = _then(done, lambda: self._manager.filled(item))
-        self._engine.read(place.path, place.offset_bytes, target).add_done_callback(_Join(1, noted).part)
+
+        def read() -> None:
+            if self._read_check is not None:
+                self._read_check.frozen(op.stage, target)
+            self._manager.filled(item)
+
+        future = self._engine.read(place.path, place.offset_bytes, target)
+        future.add_done_callback(_Join(1, _then(done, read)).part)
 
     def _bind(self, op: Op, state: StepState) -> None:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
@@ -581,7 +593,14 @@ class Runtime:
         item = Item(ItemKind.STATES, op.stage, op.piece)
         self._manager.fill(item, op.slot, STATE_BYTES * piece.num_elements)
         places = [self._store.place(op.stage, array, piece, write=False) for array in StateArray]
-        join = _Join(len(places) + op.stashed, _then(done, lambda: self._manager.filled(item)))
+
+        def read() -> None:
+            if self._read_check is not None:
+                arrays = [slot.bytes_of(position, piece.num_elements) for position in range(len(places))]
+                self._read_check.piece(state.step, op.stage, piece, arrays)
+            self._manager.filled(item)
+
+        join = _Join(len(places) + op.stashed, _then(done, read))
         for position, place in enumerate(places):
             target = slot.bytes_of(position, piece.num_elements)
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))

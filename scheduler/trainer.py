@@ -188,6 +188,7 @@ class Trainer:
             clip_norm=config.clip_norm,
             seed=config.seed,
             adam_steps=store.record.adam_steps,
+            verify_reads=config.verify_reads,
         )
         try:
             self._reserve_scratch()

@@ -27,6 +27,7 @@ OWN_NAMES = frozenset(
         store_format.STAGES_DIRECTORY,
         store_format.SCRATCH_DIRECTORY,
         store_format.MODEL_DIRECTORY,
+        store_format.SNAPSHOTS_DIRECTORY,
     }
 )
 #: What the root of an ext4 file system holds when new: a drive may be mounted right at the store's directory.
@@ -81,6 +82,7 @@ def directory_state(directory: Path) -> DirectoryState:
 
 def check_creatable(directory: Path, *, fresh: bool) -> DirectoryState:
     """Raise StoreRefusedError unless a store may be created at ``directory``, as far as its place and content go."""
+    check_no_snapshot(directory)
     state = directory_state(directory)
     if state is DirectoryState.MISSING:
         parent = directory.parent
@@ -98,8 +100,32 @@ def check_creatable(directory: Path, *, fresh: bool) -> DirectoryState:
             raise StoreRefusedError(
                 f"{directory}: holds a committed store; resume it, or start over in it with --fresh"
             )
+        names = snapshot_names(directory)
+        if names:
+            raise StoreRefusedError(
+                f"{directory}: holds snapshots ({', '.join(names)}), which a new store would not fit; remove them with "
+                "hoist snapshot STORE NAME --remove, or name another place for the new store"
+            )
         check_writable(directory)
     return state
+
+
+def check_no_snapshot(directory: Path) -> None:
+    """Raise StoreRefusedError if ``directory`` is a snapshot, which nobody writes to."""
+    if (directory / store_format.SNAPSHOT_NAME).exists():
+        raise StoreRefusedError(
+            f"{directory}: is a snapshot, which can be exported and verified but not trained in; hoist restore STORE "
+            f"{directory.name} brings its store back to it"
+        )
+
+
+def snapshot_names(directory: Path) -> list[str]:
+    """Names of the snapshots in a store, sorted; those being made or removed are none."""
+    try:
+        entries = list((directory / store_format.SNAPSHOTS_DIRECTORY).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(entry.name for entry in entries if not entry.name.startswith("."))
 
 
 def check_writable(directory: Path) -> None:

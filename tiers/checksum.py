@@ -50,6 +50,11 @@ def extend_zeros(checksum: int, num_bytes: int) -> int:
     return _multiply(checksum ^ 0xFFFFFFFF, _power_of_x_to_8(num_bytes)) ^ 0xFFFFFFFF
 
 
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC32C of what ``first`` covers followed by what ``second`` covers, ``second_bytes`` long."""
+    return _multiply(first, _power_of_x_to_8(second_bytes)) ^ second
+
+
 def _multiply(a: int, b: int) -> int:
     """Product of two polynomials over GF(2), modulo the CRC's, both bit-reversed."""
     product = 0

@@ -48,6 +48,8 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
         store_format.MODEL_DIRECTORY,
     ):
         remove_tree(directory / name, engine)
+    if not allocation.snapshot_names(directory):  # whoever wants them gone removes them by name
+        remove_tree(directory / store_format.SNAPSHOTS_DIRECTORY, engine)
     (directory / store_format.STATUS_NAME).unlink(missing_ok=True)
     (directory / store_format.METADATA_NAME).unlink(missing_ok=True)
 

@@ -37,6 +37,13 @@ CRC_DIRECTORY = "crc"
 STAGES_DIRECTORY = "stages"
 SCRATCH_DIRECTORY = "scratch"
 MODEL_DIRECTORY = "model"
+SNAPSHOTS_DIRECTORY = "snapshots"
+#: Marks a directory as a snapshot, which is read and never trained in.
+SNAPSHOT_NAME = "SNAPSHOT.json"
+#: Names in the snapshots' directory that are no snapshots: one being made, one being removed, reserved files.
+MAKING_PREFIX = ".making-"
+REMOVING_PREFIX = ".removing-"
+REPLACEMENTS_NAME = ".replacements"
 FROZEN_NAME = "buffers"
 
 #: COMMIT.json begins with this and 8 hexadecimal digits; they cover every byte from :data:`_COVERED_FROM` on.

@@ -1,6 +1,6 @@
 """Which files hold a store's chunks, and how long they must be. Looks at names and sizes only.
 
-Reading them is `verify.py`'s business, reserving them `creation.py`'s.
+Reading them is `verify.py`'s business, reserving them `creation.py`'s, which snapshots hold too `sharing.py`'s.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hoist.tiers import allocation
 from hoist.tiers import format as store_format
-from hoist.tiers.format import StageChecksums, StateArray
+from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
+from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 
 
@@ -68,9 +70,23 @@ def check_sizes(chunks: Sequence[StoredChunk]) -> Iterator[BadChunk]:
             yield bad
 
 
+def repair_sizes(chunks: Sequence[StoredChunk], engine: IoEngine) -> None:
+    """Put a new file, reserved and reading as zeros, where one is missing or of the wrong size: its content is lost."""
+    for chunk in chunks:
+        if check_size(chunk) is not None and not chunk.path.is_dir():
+            engine.forget(chunk.path)
+            chunk.path.unlink(missing_ok=True)
+            chunk.path.parent.mkdir(parents=True, exist_ok=True)
+            allocation.allocate(chunk.path, chunk.num_bytes)
+            allocation.sync_directory(chunk.path.parent)
+
+
 def lacks_blocks(chunk: StoredChunk) -> bool:
     """True if the file has holes, as copying a store may leave: writing there could find the drive full."""
-    return chunk.path.stat().st_blocks * 512 < chunk.num_bytes
+    try:
+        return chunk.path.stat().st_blocks * 512 < chunk.num_bytes
+    except FileNotFoundError:
+        return False
 
 
 def stage_chunks(
@@ -99,6 +115,14 @@ def stage_chunks(
             num_bytes=layout.frozen_bytes,
             crc32c=None if checksums is None else checksums.frozen,
         )
+
+
+def record_chunks(
+    directory: Path, layouts: Sequence[StageLayout], record: CommitRecord, checksums: Sequence[StageChecksums]
+) -> Iterator[StoredChunk]:
+    """The files that a commit names, in order."""
+    for layout, digits, stage in zip(layouts, record.slots, checksums, strict=True):
+        yield from stage_chunks(directory, layout, slots=[[int(slot)] for slot in digits], checksums=stage)
 
 
 def all_chunks(directory: Path, layouts: Sequence[StageLayout], *, num_slots: int) -> list[StoredChunk]:

@@ -132,11 +132,16 @@ def _read_file(path: Path) -> bytes:
 
 
 def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
-    """Remove what a killed writer left: a half-made commit and scratch."""
+    """Remove what a killed writer left: a half-made commit, snapshots half made or half removed, scratch."""
     (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
     for path in (directory / store_format.CRC_DIRECTORY).iterdir():
         if path != directory / record.checksum_file:
             path.unlink()
+    snapshots = directory / store_format.SNAPSHOTS_DIRECTORY
+    if snapshots.is_dir():
+        for path in snapshots.iterdir():
+            if path.name.startswith((store_format.MAKING_PREFIX, store_format.REMOVING_PREFIX)):
+                creation.remove_tree(path, engine)
     scratch = directory / store_format.SCRATCH_DIRECTORY
     creation.remove_tree(scratch, engine)
     scratch.mkdir()

@@ -29,6 +29,7 @@ from hoist.tiers.inventory import BadChunk, StoredChunk
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, StageLayout
 from hoist.tiers.lock import StoreLock
+from hoist.tiers.sharing import SharedFiles
 from hoist.tiers.slots import ChunkState, SlotTable
 
 
@@ -101,6 +102,8 @@ class Store:
         self._committed = _copy(self._newest)
         #: Stages whose frozen array was written since the store was created; all of them once there is a commit.
         self._frozen_written = {layout.index for layout in layouts if layout.frozen_bytes and record is not None}
+        #: Committed chunk files that snapshots hold too; guarded by the gate.
+        self.shared = SharedFiles(directory, engine)
         #: Guards slots and checksums; held through a commit. Looking up a slot to read is a single load, without it.
         self._gate = threading.Lock()
         #: Why nothing may be written any more; None as long as all is well.
@@ -225,10 +228,13 @@ class Store:
         *,
         engine: IoEngine,
         writable: bool = True,
-        check: Literal["sizes", "crc"] = "sizes",
+        check: Literal["nothing", "sizes", "crc"] = "sizes",
         progress: Progress | None = None,
     ) -> Self:
         """Open a store at its last commit. ``check="crc"`` also re-reads every committed chunk (``progress`` in bytes).
+
+        ``check="nothing"`` is for a reader that checks the chunk files itself, and for a writer that replaces them all:
+        files of free slots that are missing or of the wrong size are made anew.
 
         For writing: takes the lock, makes the commit that is seen durable, fills holes that copying left in chunk
         files, empties scratch, removes what an interrupted commit left. Read-only: takes no lock, changes nothing; a
@@ -241,6 +247,8 @@ class Store:
         directory = directory.absolute()
         if not (directory / store_format.COMMIT_NAME).is_file():
             raise StoreRefusedError(opening.why_no_commit(directory))
+        if writable:
+            allocation.check_no_snapshot(directory)
         lock = StoreLock(directory / store_format.LOCK_NAME) if writable else None
         try:
             if writable:
@@ -260,8 +268,14 @@ class Store:
                 checksums=found.checksums,
             )
             every = inventory.all_chunks(directory, found.layouts, num_slots=found.num_slots)
-            committed = store._committed_chunks()
-            bad = next(inventory.check_sizes(every if writable else committed), None)
+            committed = store.committed_chunks()
+            named = {chunk.path for chunk in committed}
+            looked_at = every if writable else committed
+            if check == "nothing":
+                looked_at = []
+                if writable:
+                    inventory.repair_sizes([chunk for chunk in every if chunk.path not in named], engine)
+            bad = next(inventory.check_sizes(looked_at), None)
             if bad is None and check == "crc":
                 bad = next(store.verify(progress=progress), None)
             if bad is not None:
@@ -271,6 +285,7 @@ class Store:
                     if inventory.lacks_blocks(chunk):
                         allocation.allocate(chunk.path, chunk.num_bytes)
                 opening.tidy(directory, found.record, engine)
+                store.shared.settle(every, named)
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -396,8 +411,12 @@ class Store:
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, *, step: int, adam_steps: Mapping[str, int], run: Mapping[str, Any]) -> CommitStatistics:
+    def commit(
+        self, *, step: int, adam_steps: Mapping[str, int], run: Mapping[str, Any], back: bool = False
+    ) -> CommitStatistics:
         """Make the newest version of every chunk the store's state, durably. Blocks; writes wait meanwhile.
+
+        ``back``: the step may be before the committed one, as when a snapshot is restored.
 
         Raises ValueError (``run`` is not JSON, ``step`` goes back) or RuntimeError (a chunk never or half written, a
         store that cannot be written) with nothing changed. After a TransferError the drive holds the commit
@@ -407,7 +426,7 @@ class Store:
         with self._gate:
             self._check_writable()
             before = self.record
-            if before is not None and step < before.step:
+            if before is not None and step < before.step and not back:
                 raise ValueError(f"step: {step} is before the committed step {before.step}")
             slots = self._slots.newest_slots()
             if self._kept:
@@ -441,6 +460,8 @@ class Store:
                     record=encoded,
                     superseded=None if before is None else before.checksum_file,
                 )
+                if self.shared:  # the slots that became free are written to soon, the snapshots' files never
+                    self.shared.part({chunk.path for chunk in self._chunks_of(record)})
             except OSError as error:
                 failure = TransferError(
                     f"{self.directory}: the commit of step {step} failed: {error}; the drive holds that commit or the "
@@ -499,7 +520,7 @@ class Store:
 
         May run beside training: a commit's chunks are not touched before the next commit.
         """
-        chunks = self._committed_chunks()
+        chunks = self.committed_chunks()
         return verify.verify_chunks(chunks, self._engine, buffer_bytes=buffer_bytes, progress=progress)
 
     def is_current(self) -> bool:
@@ -510,19 +531,33 @@ class Store:
         except FileNotFoundError:
             return False
 
-    def _committed_chunks(self) -> list[StoredChunk]:
-        if self.record is None:
-            return []
-        return [
-            chunk
-            for stage, layout in enumerate(self.layouts)
-            for chunk in inventory.stage_chunks(
-                self.directory,
-                layout,
-                slots=[[int(slot)] for slot in self.record.slots[stage]],
-                checksums=self._committed[stage],
-            )
-        ]
+    def committed_chunks(self) -> list[StoredChunk]:
+        """Every file that the last commit names, with its checksum, in order; none before the first commit."""
+        return [] if self.record is None else self._chunks_of(self.record)
+
+    def _chunks_of(self, record: CommitRecord) -> list[StoredChunk]:
+        """The files that a record names; their checksums are those of the last commit."""
+        return list(inventory.record_chunks(self.directory, self.layouts, record, self._committed))
+
+    def checksum(self, stage: int, array: StateArray, chunk: int) -> int:
+        """CRC32C of the chunk file that is read now: its newest complete version's."""
+        return int(self._newest[stage].chunks[chunk, list(StateArray).index(array)])
+
+    def frozen_checksum(self, stage: int) -> int:
+        """CRC32C of the stage's frozen array."""
+        return self._newest[stage].frozen
+
+    @contextlib.contextmanager
+    def between_commits(self) -> Iterator[CommitRecord]:
+        """The last commit, and none other as long as the block runs: commits wait, and so does who begins to write.
+
+        Raises RuntimeError on a store that cannot be written or has no commit.
+        """
+        with self._gate:
+            self._check_writable()
+            if self.record is None:
+                raise RuntimeError(f"{self.directory}: nothing was ever committed")
+            yield self.record
 
     def scratch_file(self, name: str, num_bytes: int) -> Path:
         """A file under scratch/ with ``num_bytes`` reserved; its content is undefined and dies with the run.

@@ -1,4 +1,4 @@
-"""The command line: `hoist train`, `hoist export`, `hoist doctor`. Parses and calls; what a run shows is `show.py`'s.
+"""The command line: `hoist train`, `export`, `verify`, `snapshot`, `restore`, `doctor`. Parses and calls, no more.
 
 Errors and exit codes are in `exits.py`. Heavy imports wait until a command runs, so that `--help` is quick.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import typer
 from rich.console import Console
 
 from hoist._version import __version__
+from hoist.tools.invoked import command_name
 
 app = typer.Typer(
     name="hoist",
@@ -116,6 +118,20 @@ def train(
     commit_every: Annotated[
         str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Steps between commits. Default 10.")
     ] = None,
+    snapshot_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Make a snapshot, step-000123, after every N steps (hoist restore goes back to it). Default 0: none.",
+        ),
+    ] = None,
+    keep_snapshots: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Remove the oldest of these beyond N; snapshots that you named stay. Default 0: keep all.",
+        ),
+    ] = None,
     seed: Annotated[
         str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
@@ -197,6 +213,14 @@ def train(
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="I/O engine: auto (default), direct or kvikio."),
     ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE,
+            help="Compare checksums: resume (default: all, before the run goes on), always (also those of what is read "
+            "for updates) or never (sizes alone).",
+        ),
+    ] = None,
     max_chunk_elements: Annotated[
         str | None,
         typer.Option(
@@ -277,6 +301,152 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
             f"to {summary.directory}"
         )
         typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+    return 0
+
+
+@app.command("verify", epilog="Example:  [bold]hoist verify hoist-store[/]")
+def verify_command(
+    store: Annotated[Path, typer.Argument(help="The store, or a snapshot: STORE/snapshots/NAME.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> int:
+    """Re-read everything that the last commit names and compare it with its checksums; also while a run goes on."""
+    return _verify(store, as_json)
+
+
+def _verify(store: Path, as_json: bool) -> int:
+    from hoist.tiers.errors import StoreFormatError
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools.show import Display
+    from hoist.tools.sizes import show_bytes
+    from hoist.tools.stop import Stop
+    from hoist.tools.verify import raise_if_bad, verify_store
+
+    with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            display.progress("verifying", done, total)
+
+        try:
+            verdict = verify_store(store, engine=engine, progress=progress)
+        except StoreFormatError as error:
+            if as_json:
+                typer.echo(json.dumps({"ok": False, "store": str(store), "error": str(error)}))
+            raise
+    if as_json:
+        typer.echo(json.dumps(verdict.to_json()))
+    else:
+        for bad in verdict.bad:
+            typer.echo(f"bad: {bad}")
+    raise_if_bad(verdict)
+    if not as_json:
+        typer.echo(
+            f"step {verdict.step}: all {verdict.num_files} chunk files are as they were committed "
+            f"({show_bytes(verdict.num_bytes)} in {verdict.seconds:.1f} s, "
+            f"{show_bytes(int(verdict.num_bytes / max(verdict.seconds, 1e-9)))}/s)"
+        )
+    return 0
+
+
+@app.command(
+    epilog="Examples:  [bold]hoist snapshot hoist-store before-the-new-data[/]  |  "
+    "[bold]hoist snapshot hoist-store --list[/]  |  [bold]hoist snapshot hoist-store before-the-new-data --remove[/]"
+)
+def snapshot(
+    store: Annotated[Path, typer.Argument(help="The store.")],
+    name: Annotated[str | None, typer.Argument(help="Of the snapshot: letters, digits and . _ -")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the store's snapshots.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the snapshot NAME.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done, or the list, as JSON.")] = False,
+) -> int:
+    """Keep the last commit under a name, in STORE/snapshots/NAME, where export and verify read it like a store."""
+    return _snapshot(store, name, show, remove, as_json)
+
+
+def _snapshot(store: Path, name: str | None, show: bool, remove: bool, as_json: bool) -> int:
+    from hoist.scheduler.errors import ConfigError
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools.show import Display
+    from hoist.tools.snapshot import remove_snapshot, snapshot_store
+    from hoist.tools.stop import Stop
+
+    if (name is None) != show or (show and remove):
+        raise ConfigError("snapshot: give either the NAME of a snapshot or --list")
+    if show or name is None:
+        return _list_snapshots(store, as_json)
+    with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            display.progress("checking the snapshot", done, total)
+
+        if remove:
+            remove_snapshot(store, name, engine=engine)
+            typer.echo(json.dumps({"removed": name}) if as_json else f"snapshot {name} is removed")
+            return 0
+        info = snapshot_store(store, name, engine=engine, progress=progress)
+    if as_json:
+        typer.echo(json.dumps({"name": info.name, "step": info.step, "directory": str(info.directory)}))
+    else:
+        typer.echo(f"snapshot {info.name} of step {info.step} is in {info.directory}")
+        typer.echo(f"go back to it: {command_name()} restore {shlex.quote(str(store))} {info.name}")
+    return 0
+
+
+def _list_snapshots(store: Path, as_json: bool) -> int:
+    from hoist.tiers import allocation
+    from hoist.tiers.allocation import DirectoryState
+    from hoist.tiers.errors import StoreRefusedError
+    from hoist.tiers.opening import why_no_commit
+    from hoist.tiers.snapshots import list_snapshots
+
+    if allocation.directory_state(store) is not DirectoryState.COMMITTED:
+        raise StoreRefusedError(why_no_commit(store))
+    found, damaged = list_snapshots(store)
+    if as_json:
+        listed = [
+            {"name": info.name, "step": info.step, "automatic": info.automatic, "created": info.created}
+            for info in found
+        ]
+        typer.echo(json.dumps({"snapshots": listed, "damaged": [str(error) for error in damaged]}))
+        return 1 if damaged else 0
+    for info in found:
+        typer.echo(f"{info.name}  step {info.step}  {info.created}{'  automatic' if info.automatic else ''}")
+    if damaged:
+        raise damaged[0]
+    if not found:
+        typer.echo("no snapshots")
+    return 0
+
+
+@app.command(epilog="Example:  [bold]hoist restore hoist-store before-the-new-data[/]")
+def restore(
+    store: Annotated[Path, typer.Argument(help="The store.")],
+    name: Annotated[str, typer.Argument(help="Of the snapshot.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+) -> int:
+    """Bring a store back to a snapshot: what came after is given up, and training goes on from there, bit for bit."""
+    return _restore(store, name, as_json)
+
+
+def _restore(store: Path, name: str, as_json: bool) -> int:
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools.show import Display
+    from hoist.tools.snapshot import restore_store
+    from hoist.tools.stop import Stop
+
+    with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            display.progress("restoring", done, total)
+
+        before, record = restore_store(store, name, engine=engine, progress=progress)
+    if as_json:
+        typer.echo(json.dumps({"name": name, "step": record.step, "step_before": before}))
+    else:
+        typer.echo(f"{store} was at step {before} and is now at step {record.step}, as snapshot {name} kept it")
+        typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}")
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,16 +40,21 @@ def open_trainer(
     dropout: float | None = None,
     io: str = "auto",
     fresh: bool = False,
+    verify: Literal["resume", "always", "never"] = "resume",
 ) -> Iterator[Trainer]:
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
     ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
-    every dropout probability. ``fresh`` starts over in an existing store.
+    every dropout probability. ``fresh`` starts over in an existing store. ``verify``: compare every checksum before a
+    store is resumed, ``always`` also those of what is read for updates, ``never`` only sizes.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
     """
+    if verify not in ("resume", "always", "never"):
+        raise ConfigError(f"verify: {verify!r} is not one of resume, always, never")
+    config = replace(config, verify_reads=config.verify_reads or verify == "always")
     directory = Path(store).absolute()
     present = directory_state(directory) is DirectoryState.COMMITTED
     resume = present and not fresh
@@ -67,7 +73,9 @@ def open_trainer(
     with ExitStack() as cleanup:
         engine = cleanup.enter_context(choose_engine(io))
         if resume:
-            opened = cleanup.enter_context(Store.open(directory, engine=engine, check="crc"))
+            opened = cleanup.enter_context(
+                Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
+            )
             setup = prepare(staged, opened.layouts, config)
         else:
             setup = prepare(staged, lay_out_stages(staged), config)

@@ -25,6 +25,8 @@ from hoist.tools.data import Order as DataOrder
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
+#: When the store's bytes are compared with their checksums.
+Verify = Literal["resume", "always", "never"]
 
 #: What the options are when no model is named: a small model on text that every machine has, in about two minutes, with
 #: states several times as large as the budget.
@@ -48,6 +50,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("auto", "float32"),
     "attention": get_args(Attention),
     "io": ENGINE_KINDS,
+    "verify": get_args(Verify),
     "token_bytes": (2, 4),
 }
 #: Smallest whole numbers that an option may be.
@@ -58,12 +61,16 @@ MINIMA: Mapping[str, int] = {
     "steps": 0,
     "warmup_steps": 0,
     "commit_every": 1,
+    "snapshot_every": 0,
+    "keep_snapshots": 0,
     "seed": 0,
 }
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
-NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "max_chunk_elements", "given"})
+NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
-WITHOUT_EFFECT = frozenset({"host_memory", "plan", "delay", "commit_every", "token_bytes", "dtype"})
+WITHOUT_EFFECT = frozenset(
+    {"host_memory", "plan", "delay", "commit_every", "snapshot_every", "keep_snapshots", "token_bytes", "dtype"}
+)
 #: What differs in these, others tell: the model's configuration, the data's content.
 TOLD_ELSEWHERE = frozenset({"model", "data"})
 _MAX_SEED = 2**63 - 1
@@ -110,6 +117,10 @@ class TrainOptions:
     """Largest global norm of a step's gradients; 0: no clipping."""
     commit_every: int = 10
     """Steps between commits."""
+    snapshot_every: int = 0
+    """Steps between snapshots that the run makes; 0: none."""
+    keep_snapshots: int = 0
+    """So many of those stay, the newest; 0: all. Others are never removed."""
     seed: int = 0
     """Seeds initial weights, the shuffle and dropout."""
     order: DataOrder = "sequential"
@@ -126,6 +137,8 @@ class TrainOptions:
     """Attention implementation."""
     io: str = "auto"
     """I/O engine: auto, direct or kvikio."""
+    verify: Verify = "resume"
+    """resume: every checksum before the run goes on; always: also what it reads for updates; never: sizes alone."""
     max_chunk_elements: int = 0
     """Largest chunk of a new store in elements, a multiple of 4096; 0: 8 Mi."""
     token_bytes: int = 2
@@ -159,6 +172,10 @@ class TrainOptions:
             raise ConfigError(f"--clip-norm: {self.clip_norm} is not allowed; give a norm, or 0 for no clipping")
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--dropout: {self.dropout} is not allowed; give a probability from 0 to below 1")
+        if self.keep_snapshots and not self.snapshot_every:
+            raise ConfigError(
+                f"--keep-snapshots: {self.keep_snapshots} is not allowed without --snapshot-every; give both"
+            )
         for name in ("store", "model", "metrics"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
@@ -238,6 +255,7 @@ class TrainOptions:
                 plan=self.plan,
                 seed=self.seed,
                 commit_every=self.commit_every,
+                verify_reads=self.verify == "always",
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."
             name = str(error).split()[0].partition("[")[0]

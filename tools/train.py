@@ -10,14 +10,15 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
+from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
@@ -26,7 +27,7 @@ from hoist.tiers import allocation
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.errors import RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
-from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, CommitRecord
+from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, NUM_SLOTS, CommitRecord
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
@@ -41,6 +42,7 @@ from hoist.tools.model_files import config_difference, load_config, save_model_f
 from hoist.tools.options import TrainOptions
 from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
+from hoist.tools.snapshot import AutomaticSnapshots, check_space_for_run
 from hoist.tools.stop import Stop
 from hoist.tools.text import ByteTokenizer, stdlib_sources
 from hoist.tools.tokens import TokenSource
@@ -106,7 +108,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
                 baseline_bytes=run.baseline_bytes,
                 setup=run.setup,
             ) as trainer:
-                return _loop(run, trainer, data, start, engine, stop, report, metrics_file)
+                return _loop(run, store, trainer, data, start, engine, stop, report, metrics_file)
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------
@@ -137,6 +139,8 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         baseline_bytes = warm_up()
         setup = prepare(model, layouts, options.trainer_config())
         weights = initialised(options.seed)
+        if options.snapshot_every:
+            _check_snapshot_space(directory, options, found, layouts, setup)
         if not resume:
             Store.check_creation(
                 directory,
@@ -161,6 +165,22 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         setup=setup,
         weights=weights,
         baseline_bytes=baseline_bytes,
+    )
+
+
+def _check_snapshot_space(
+    directory: Path, options: TrainOptions, found: CommitRecord | None, layouts: Sequence[StageLayout], setup: Setup
+) -> None:
+    """Refuse snapshots that the drive has no room for besides the store, which may have to be made, and its scratch."""
+    bytes_each = sum(STATE_BYTES * layout.padded_elements for layout in layouts)
+    check_space_for_run(
+        directory,
+        every=options.snapshot_every,
+        keep=options.keep_snapshots,
+        step=0 if found is None else found.step,
+        steps=options.steps,
+        bytes_each=bytes_each,
+        leave_bytes=setup.scratch_bytes + (0 if found is not None or options.fresh else NUM_SLOTS * bytes_each),
     )
 
 
@@ -196,6 +216,7 @@ def _check_place(directory: Path, options: TrainOptions) -> bool:
     state = allocation.directory_state(directory)
     resume = state is DirectoryState.COMMITTED and not options.fresh
     if resume:
+        allocation.check_no_snapshot(directory)
         allocation.check_writable(directory)
     else:
         allocation.check_creatable(directory, fresh=options.fresh)
@@ -316,7 +337,8 @@ def _store(
     with _named("--store", run.directory), _undone(tokens):
         if run.found is not None:
             checking = _checked("checking the store", report, stop)
-            store = Store.open(run.directory, engine=engine, check="crc", progress=checking)
+            check: Literal["sizes", "crc"] = "sizes" if options.verify == "never" else "crc"
+            store = Store.open(run.directory, engine=engine, check=check, progress=checking)
             if store.record != run.found:
                 store.close()
                 raise StoreRefusedError(
@@ -369,6 +391,7 @@ def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]
 
 def _loop(
     run: _Prepared,
+    store: Store,
     trainer: Trainer,
     data: token_data.StepData,
     start: RunStart,
@@ -391,13 +414,19 @@ def _loop(
             "totals": totals.with_io(engine.statistics()).to_json(),
         }
 
-    with _explained(run, trainer):
+    with (
+        _explained(run, trainer),
+        AutomaticSnapshots(
+            store, every=options.snapshot_every, keep=options.keep_snapshots, notice=report.notice
+        ) as snapshots,
+    ):
         while trainer.step_number < options.steps and not stop.before(step := trainer.step_number + 1):
             last = trainer.step(data.step(step), run=kept)
             _require_finite(last)
             if metrics_file is not None:
                 metrics_file.write(last)
             report.step(last, start)
+            snapshots.after_step(trainer)
         trainer.commit()
     return _end(
         run,

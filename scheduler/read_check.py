@@ -1,0 +1,86 @@
+"""Checks what a step reads from the store against the checksums of what was written there (`--verify always`).
+
+Reads come in pieces, on any thread and in any order; checksums are of whole chunks. What happens at a mismatch is the
+executor's business: nothing of the step is committed after an op has failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hoist.tiers import checksum
+from hoist.tiers.errors import CorruptChunkError
+from hoist.tiers.format import FROZEN_NAME, StateArray
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, Piece, round_up
+from hoist.tiers.store import Store
+
+
+class ReadCheck:
+    """Checksums of a store's pieces as they are read. Safe to call from several threads.
+
+    The pieces of a chunk are read once for its update, all of them before the last of them is updated, and a chunk
+    becomes a newer version only when all have been written: so at its last piece the checksum to compare with is
+    still that of what was read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        #: By step, stage and chunk: per piece read so far, its first element, its length and its arrays' checksums.
+        self._seen: dict[tuple[int, int, int], list[tuple[int, int, list[int]]]] = {}
+
+    def piece(self, step: int, stage: int, piece: Piece, arrays: Sequence[Tensor]) -> None:
+        """A piece was read for the update of ``step``; ``arrays`` are its bytes, uint8, in the order of StateArray.
+
+        Raises CorruptChunkError, at a chunk's last piece, if what was read is not what was written.
+        """
+        sums = [checksum.extend(0, data) for data in arrays]
+        layout = self._store.layouts[stage]
+        first = piece.chunk * layout.chunk_elements
+        used = min(layout.chunk_elements, round_up(layout.num_elements, CHUNK_QUANTUM_ELEMENTS) - first)
+        with self._lock:
+            seen = self._seen.setdefault((step, stage, piece.chunk), [])
+            seen.append((piece.start, piece.num_elements, sums))
+            if sum(count for _, count, _ in seen) < used:
+                return
+            del self._seen[step, stage, piece.chunk]
+        for column, array in enumerate(StateArray):
+            found = 0
+            for _, count, parts in sorted(seen):
+                found = checksum.combine(found, parts[column], count * array.itemsize)
+            found = checksum.extend_zeros(found, (layout.chunk_elements - used) * array.itemsize)
+            expected = self._store.checksum(stage, array, piece.chunk)
+            if found != expected:
+                names = [segment.name for segment in layout.segments(first, first + layout.chunk_elements)]
+                path = self._store.place(stage, array, piece, write=False).path
+                place = f"array {array.value}, chunk {piece.chunk}, file {path}"
+                raise self._error(step, stage, place, names, expected, found)
+
+    def frozen(self, stage: int, data: Tensor) -> None:
+        """The stage's frozen array was read (uint8). Raises CorruptChunkError if it is not what was written."""
+        found, expected = checksum.extend(0, data), self._store.frozen_checksum(stage)
+        if found != expected:
+            names = [placed.spec.name for placed in self._store.layouts[stage].frozen]
+            place = f"array {FROZEN_NAME}, file {self._store.frozen_place(stage).path}"
+            raise self._error(None, stage, place, names, expected, found)
+
+    def end(self, step: int) -> None:
+        """Forget what a step, whose ops have all ended, has left: chunks of which it did not read every piece."""
+        with self._lock:
+            for key in [key for key in self._seen if key[0] == step]:
+                del self._seen[key]
+
+    def _error(
+        self, step: int | None, stage: int, place: str, names: Sequence[str], expected: int, found: int
+    ) -> CorruptChunkError:
+        when = "" if step is None else f"step {step}, "
+        record = self._store.record
+        kept = 0 if record is None else record.step
+        return CorruptChunkError(
+            f"{when}stage {self._store.layouts[stage].name!r}, {place} (tensors {', '.join(names)}): checksum: written "
+            f"{expected:08x}, read {found:08x}; nothing made of it is committed, the store keeps step {kept}: look at "
+            "the drive, then run hoist verify, or restore a snapshot"
+        )
