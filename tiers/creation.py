@@ -49,7 +49,8 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
     ):
         remove_tree(directory / name, engine)
     if not allocation.snapshot_names(directory):  # whoever wants them gone removes them by name
-        remove_tree(directory / store_format.SNAPSHOTS_DIRECTORY, engine)
+        folder = directory / store_format.SNAPSHOTS_DIRECTORY
+        remove_tree(folder.resolve() if folder.is_symlink() else folder, engine)
     (directory / store_format.STATUS_NAME).unlink(missing_ok=True)
     (directory / store_format.METADATA_NAME).unlink(missing_ok=True)
 

@@ -91,11 +91,6 @@ def list_snapshots(directory: Path) -> tuple[list[SnapshotInfo], list[StoreForma
     return sorted(found, key=lambda info: (info.generation, info.created, info.name)), damaged
 
 
-def snapshot_bytes(store: Store) -> int:
-    """What a snapshot of every chunk takes on the drive: 12 bytes an element; frozen tensors cost nothing."""
-    return sum(chunk.num_bytes for chunk in store.committed_chunks() if chunk.array != store_format.FROZEN_NAME)
-
-
 class SnapshotMaker:
     """Makes one snapshot in two parts: :meth:`begin` holds commits up for a moment, :meth:`finish` need not.
 
@@ -128,8 +123,9 @@ class SnapshotMaker:
             bad = next(inventory.check_sizes(chunks), None)
             if bad is not None:
                 raise self._corrupt(bad)
-            linked = [chunk for chunk in chunks if sharing.can_be_linked(chunk.path, self._store.directory)]
-            copied = [chunk for chunk in chunks if not sharing.can_be_linked(chunk.path, self._store.directory)]
+            place = self._snapshots if self._snapshots.exists() else self._store.directory
+            linked = [chunk for chunk in chunks if sharing.can_be_linked(chunk.path, place)]
+            copied = [chunk for chunk in chunks if not sharing.can_be_linked(chunk.path, place)]
             trainable = [chunk for chunk in linked if chunk.array != store_format.FROZEN_NAME]
             new = [chunk for chunk in trainable if chunk.path not in self._store.shared]
             self._check_space([*new, *copied], leave_bytes)
@@ -138,6 +134,7 @@ class SnapshotMaker:
                 self.reserve(trainable)
                 self.write_small_files(record)
                 unlinked = self.link(linked)
+                self._store.shared.release()  # what was reserved for those
                 self.copy([*unlinked, *copied], engine, progress)
                 self.sync()
             except BaseException:

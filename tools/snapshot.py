@@ -14,7 +14,7 @@ from typing import Self
 
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers import snapshots
-from hoist.tiers.errors import HoistError, StoreLockedError, StoreRefusedError
+from hoist.tiers.errors import StoreLockedError, StoreRefusedError
 from hoist.tiers.format import SCRATCH_DIRECTORY, SNAPSHOTS_DIRECTORY, CommitRecord
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
@@ -192,6 +192,6 @@ class AutomaticSnapshots:
         """Wait; raise what went wrong unless another error is on its way."""
         try:
             self.wait()
-        except HoistError:
-            if error is None:
+        except Exception:
+            if error is None:  # else its cause may well be the same, and it says more
                 raise

@@ -14,7 +14,17 @@ from hoist.tiers.errors import CorruptChunkError
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
-from tests.support.faults import Course, Job, copy_store, delayed_job, go_on, job, quick_directory, snapshot, undisturbed
+from tests.support.faults import (
+    Course,
+    Job,
+    copy_store,
+    delayed_job,
+    go_on,
+    job,
+    quick_directory,
+    snapshot,
+    undisturbed,
+)
 from tests.support.training import torch_threads
 
 pytestmark = pytest.mark.timeout(240)

@@ -78,3 +78,17 @@ def mount_small_drive(directory: Path, num_bytes: int) -> bool:
         return False
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def fill_up(path: Path) -> None:
+    """A file that takes every byte of the drive that is left."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    size = 0
+    for step in (2**16, 2**12):
+        while True:
+            try:
+                os.posix_fallocate(descriptor, size, step)
+            except OSError:
+                break
+            size += step
+    os.close(descriptor)

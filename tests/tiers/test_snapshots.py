@@ -23,6 +23,7 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.snapshots import SnapshotInfo, SnapshotMaker
 from hoist.tiers.store import Store
 from tests.support.commands import tree
+from tests.support.faults import quick_directory
 from tests.support.stores import commit, committed, content, create, fill, read_version, small_layouts, write_chunk
 
 CHUNKS = [(layout.index, chunk) for layout in small_layouts() for chunk in range(layout.num_chunks)]
@@ -208,6 +209,22 @@ def test_chunks_on_another_drive_are_copied(tmp_path: Path, engine: IoEngine) ->
             assert versions(store, engine) == [1] * len(CHUNKS)
             assert (directory / "stages/000-embed/exp_avg/c/0/1").is_symlink()
         assert versions_in(directory, engine) == [1] * len(CHUNKS)
+
+
+def test_snapshots_on_another_drive_are_copies(store: Store, engine: IoEngine) -> None:
+    """The snapshots' folder may be a link to one; then nothing is shared, and nothing reserved."""
+    with quick_directory() as other:
+        (store.directory / "snapshots").symlink_to(other)
+        if other.stat().st_dev == store.directory.stat().st_dev:
+            pytest.skip("there is no second file system")
+        info = take(store, engine)
+        assert not store.shared
+        go_on(store, engine, 2)
+        go_on(store, engine, 3)
+        assert versions_in(info.directory, engine) == [1] * len(CHUNKS)
+        snapshots.restore(store, "kept", engine=engine)
+        assert versions(store, engine) == [1] * len(CHUNKS)
+        snapshots.remove(store, "kept", engine=engine)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

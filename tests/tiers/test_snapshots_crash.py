@@ -21,7 +21,7 @@ from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
-from tests.support.processes import mount_small_drive, run_in_process
+from tests.support.processes import fill_up, mount_small_drive, run_in_process
 from tests.support.stores import commit, committed, direct_engine, fill, read_version, small_layouts, write_chunk
 
 CHUNKS = [(layout.index, chunk) for layout in small_layouts() for chunk in range(layout.num_chunks)]
@@ -96,7 +96,7 @@ def work_until_killed(name: str, directory: Path, number: int) -> int:
         nonlocal count
         if not armed or event not in EVENTS:
             return
-        if event == "open" and not (isinstance(arguments[0], str) and arguments[2] & (os.O_CREAT | os.O_WRONLY)):
+        if event == "open" and not arguments[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
             return
         count += 1
         if count == number:
@@ -196,9 +196,9 @@ def names_and_syncs(directory: Path) -> list[tuple[str, str]]:
 
     fsync = os.fsync
 
-    def logged(descriptor: int) -> None:
-        fsync(descriptor)
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    def logged(fd: Any) -> None:
+        fsync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
         log.append(("fsync", str(path.relative_to(directory)) if path.is_relative_to(directory) else "?"))
 
     with direct_engine() as engine, Store.open(directory, engine=engine) as store:
@@ -259,20 +259,6 @@ def test_too_little_space(tmp_path: Path, versions_of_room: float, leave_bytes: 
     assert code == 0
     assert "too little free space: a snapshot needs" in message
     assert "hoist snapshot STORE NAME --remove" in message
-
-
-def fill_up(path: Path) -> None:
-    """A file that takes every byte of the drive that is left."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    size = 0
-    for step in (2**16, 2**12):
-        while True:
-            try:
-                os.posix_fallocate(descriptor, size, step)
-            except OSError:
-                break
-            size += step
-    os.close(descriptor)
 
 
 def train_to_the_last_byte(directory: Path, room_bytes: int) -> bool | None:

@@ -342,6 +342,8 @@ def test_checksums_in_parts_and_over_zeros(sizes: tuple[int, ...]) -> None:
         parts = checksum.extend(parts, torch.from_numpy(data[start : start + size].copy()))
         start += size
         assert checksum.extend_zeros(parts, size) == checksum.extend(parts, np.zeros(size, np.uint8))
+        first, second = (checksum.extend(0, part) for part in (data[:start], data[start:]))
+        assert checksum.combine(first, second, data.size - start) == whole
     assert parts == whole
     assert checksum.extend(0, np.frombuffer(b"123456789", np.uint8)) == 0xE3069283  # the check value of CRC-32C
 

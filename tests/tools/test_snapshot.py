@@ -18,6 +18,7 @@ from hoist.tools.snapshot import check_space_for_run, num_made
 from hoist.tools.train import train
 from tests.support.commands import Job, curve, hoist, make_job, tree
 from tests.support.faults import quick_directory
+from tests.support.processes import fill_up, mount_small_drive, run_in_process
 from tests.support.reporters import Recorder
 from tests.support.training import torch_threads
 
@@ -211,6 +212,51 @@ def test_snapshots_that_do_not_fit_are_refused_before_the_first_step(job: Job) -
     check_space_for_run(job.store, every=10, keep=0, step=0, steps=9, bytes_each=2**59, leave_bytes=0)
 
 
+def test_a_run_with_too_many_is_refused(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    line = hoist(capfd, *job.arguments(steps=10**12, snapshot_every=1)).refusal()
+    assert "--snapshot-every 1: 1000000000000 snapshots of" in line
+    assert not job.store.exists()
+    run(job, steps=1)
+    before = tree(job.store)
+    line = hoist(capfd, *job.arguments(steps=10**12, snapshot_every=1)).refusal()
+    assert "--snapshot-every 1: 999999999999 snapshots of" in line
+    assert tree(job.store) == before
+
+
+def train_on_a_drive_that_fills_up(folder: Path, drive: Path) -> tuple[list[str], list[str], int] | None:
+    """In a process of its own: what was told, the snapshots, and the step that was reached."""
+    job = Job.at(folder)
+    if not mount_small_drive(drive, 64 * 2**20):
+        return None
+
+    def fill(moment: str) -> None:
+        if moment == "step 2":
+            (drive / "small").write_bytes(bytes(2**18))  # room for CRC files and COMMIT.json alone
+            fill_up(drive / "filler")
+            (drive / "small").unlink()
+
+    report = Recorder(at=fill)
+    store = drive / "store"
+    end = train(job.options(store=store, steps=5, snapshot_every=1, commit_every=1), report)
+    assert checksums(store)[0] == end.step
+    return report.notices, names(store), end.step
+
+
+def test_a_full_drive_costs_snapshots_and_no_step(job: Job, tmp_path: Path) -> None:
+    code, answer = run_in_process(train_on_a_drive_that_fills_up, job.folder, tmp_path)
+    if answer is None:
+        pytest.skip("no small file system can be mounted here")
+    assert code == 0
+    notices, kept, step = answer
+    assert step == 5
+    assert kept == ["step-000001"]
+    told = [notice for notice in notices if "no snapshot of step" in notice]
+    assert [notice.partition(":")[0] for notice in told] == [
+        f"no snapshot of step {number} was made" for number in (2, 3, 4, 5)
+    ]
+    assert "too little free space: a snapshot needs" in told[0]
+
+
 def test_a_chunk_that_goes_bad_ends_the_run(job: Job) -> None:
     """The commit that a snapshot would keep is damaged right after it was made: loud, and no such snapshot."""
 
@@ -224,6 +270,6 @@ def test_a_chunk_that_goes_bad_ends_the_run(job: Job) -> None:
                 path.write_bytes(data)
 
     run(job, steps=1)
-    with pytest.raises(CorruptChunkError, match="no snapshot 'step-000002' was made: stage .* is not as it was commit"):
+    with pytest.raises(CorruptChunkError, match=r"no snapshot 'step-000002' was made: stage .* is not as it was"):
         train(job.options(steps=4, snapshot_every=2), Damaging())
     assert names(job.store) == []

@@ -66,7 +66,7 @@ def test_every_bad_chunk_has_a_line(directory: Path, capfd: pytest.CaptureFixtur
         assert line.startswith(f"bad: stage {stage.partition('-')[2]}, array {array}, chunk {slot_and_chunk[-1]}, ")
         assert reason in line
         assert f"; file {directory / name}; tensors: " in line
-    assert lines[0].endswith(f"tensors: {ascii(HARD_NAME)}, scalar")
+    assert lines[0].endswith(f"tensors: {HARD_NAME!a}, scalar")
     assert lines[1].endswith("tensors: w")
     assert lines[3].endswith("tensors: f")
     assert tree(directory) == before
