@@ -81,6 +81,15 @@ class TrainerConfig:
         """Slots that each chunk of the store must have."""
         return 3 if self.speculates and self.commit_every != 1 else 2
 
+    def commit_rule(self, *, keeps_states: bool) -> tuple[int | None, float | None]:
+        """Steps and minutes after which a commit is due, whichever is first; None: these do not count.
+
+        ``keeps_states``: states are kept in memory, which a commit must write.
+        """
+        if self.commit_every is None and self.commit_minutes is None:
+            return (None, DEFAULT_COMMIT_MINUTES) if keeps_states else (DEFAULT_COMMIT_STEPS, None)
+        return self.commit_every, self.commit_minutes
+
     def __post_init__(self) -> None:
         for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "commit_minutes"):
             value = getattr(self, name)

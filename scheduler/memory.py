@@ -172,7 +172,7 @@ class MemoryPlan:
 
     @property
     def need_bytes(self) -> int:
-        """The formula: weights + gradients + loans + block + rings + activations + kept states + workspace + contexts."""
+        """The formula: weights, gradients, loans, block, rings, activations, kept states, workspace and contexts."""
         return self.arena_bytes + self.workspace_bytes
 
     def parts(self) -> tuple[tuple[str, int], ...]:

@@ -320,6 +320,25 @@ class Runtime:
 
         self._start[op.kind](op, self._steps[step - op.delayed], named)
 
+    def io_bytes(self, op: Op) -> int:
+        """Bytes that an I/O op moves."""
+        if op.kind in (Kind.SPILL_ACTIVATION, Kind.FETCH_ACTIVATION):
+            return self._places.activations[op.slot].nbytes
+        if op.kind in (Kind.SPILL_GRADIENT, Kind.FETCH_GRADIENT):
+            return self._places.stages[op.stage].gradients.nbytes
+        if op.kind is Kind.READ_FROZEN:
+            return self._places.stages[op.stage].frozen.nbytes
+        stage = op.stage if op.owner < 0 else op.owner
+        piece = self.pieces[stage][op.piece]
+        if op.kind is Kind.STASH_GRADIENT:
+            return GRADIENT_BYTES * piece.num_elements
+        kept = self._kept_arrays(stage, piece.chunk)
+        arrays = kept if op.kind is Kind.READ_KEPT else set(StateArray) - kept
+        if op.kind is Kind.READ_WEIGHTS:
+            arrays = set(WEIGHT_ARRAYS)
+        stashed = GRADIENT_BYTES if op.stashed and op.kind is Kind.READ_STATES else 0
+        return (sum(array.itemsize for array in arrays) + stashed) * piece.num_elements
+
     def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
         stage = self._layouts[op.stage if op.owner < 0 else op.owner]
         if op.micro_batch >= 0:
@@ -659,6 +678,7 @@ class Runtime:
         kept = self._kept_arrays(op.stage, piece.chunk)
         moved = [(position, array) for position, array in enumerate(StateArray) if array not in kept]
         num_bytes = sum(array.itemsize for _, array in moved) * piece.num_elements
+        self._manager.expire(item)  # its last slot may be another one, which nobody has taken since
         self._manager.fill(item, op.slot, num_bytes)
         join = _Join(len(moved) + op.stashed, _then(done, lambda: self._manager.filled(item)))
         for position, array in moved:
@@ -731,9 +751,9 @@ class Runtime:
                 weight_decay=self._decay(op.stage, segment.name),
             )
             for segment in layout.segments(piece.start, piece.stop)
-            if segment.name in touched
+            if segment.name in touched and not state.skipped
         ]
-        if not state.skipped:  # else a guess is taken back: the version before it is written once more
+        if segments:  # else a guess is taken back: the version before it is written once more
             self._updater.update(
                 weight_hi=weight_hi,
                 weight_lo=weight_lo,

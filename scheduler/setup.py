@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,7 @@ from hoist.scheduler.places import (
 from hoist.scheduler.plan import Buffers, StageShape, horizontal, vertical
 from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
+from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
 FLOAT_BYTES = 4
@@ -103,6 +105,16 @@ def _shapes(
             )
         )
     return tuple(shapes)
+
+
+def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
+    """Raise StoreRefusedError if a store of ``num_slots`` slots a chunk is too little for what is asked of it."""
+    if num_slots < config.num_slots:
+        raise StoreRefusedError(
+            f"{directory}: speculative clipping between commits needs a store of {config.num_slots} slots a chunk, "
+            f"this one has {num_slots}: commit every step (--commit-every 1), give --clip-mode exact, or make a new "
+            "store with --clip-mode speculative"
+        )
 
 
 def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_ELEMENTS) -> tuple[StageLayout, ...]:
@@ -207,7 +219,7 @@ def _keepable(
 
 
 def _first_delayed(shape: StageShape, delay: float, kept: frozenset[int] = frozenset()) -> int:
-    """The first piece of the last chunks: as many as come nearest to the share ``delay``, and all from ``kept`` ones on.
+    """The first piece of the last chunks: as many as come nearest to the share ``delay``; all from ``kept`` ones on.
 
     A guess can be taken back only while the version before it is on NVMe, which that of a kept chunk is not; and there
     is nothing to win, since its update waits for no drive.

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from hoist.scheduler.config import DEFAULT_COMMIT_MINUTES, DEFAULT_COMMIT_STEPS, TrainerConfig
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
@@ -27,7 +28,7 @@ from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.plan import flush, horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
-from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.setup import Setup, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers import heap
 from hoist.tiers.commit import CommitStatistics
@@ -100,9 +101,13 @@ class CommitTotals:
 
     def add(self, commit: CommitStatistics) -> None:
         """One more commit."""
-        self.number += 1
-        self.flush_seconds += commit.flush_seconds
-        self.seconds += commit.seconds
+        self.join(CommitTotals(number=1, flush_seconds=commit.flush_seconds, seconds=commit.seconds))
+
+    def join(self, other: CommitTotals) -> None:
+        """Those of another trainer too."""
+        self.number += other.number
+        self.flush_seconds += other.flush_seconds
+        self.seconds += other.seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,12 +191,7 @@ class Trainer:
             )
         if store.record is None:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
-        if store.num_slots < config.num_slots:
-            raise StoreRefusedError(
-                f"{store.directory}: speculative clipping between commits needs a store of {config.num_slots} slots a "
-                f"chunk, this one has {store.num_slots}: commit every step (--commit-every 1), give --clip-mode exact, "
-                "or make a new store with --clip-mode speculative"
-            )
+        check_slots(store.directory, store.num_slots, config)
         self.config = config
         #: What a micro-batch may hold: what the model's forward takes by name.
         self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
@@ -280,6 +280,16 @@ class Trainer:
     def last_spans(self) -> list[Span]:
         """When each op ran that ended between the last two returns of :meth:`step`: the timeline of a step."""
         return self._last_spans
+
+    def step_times(self) -> StepTimes:
+        """How long the lanes worked for the parts of the last full step: what the choice of a delay rests on.
+
+        Of a step without a delay, and not the first, whose reads others would not need. Raises ConfigError otherwise.
+        """
+        linked = self._plans.get((self.config.num_micro_batches, False))
+        if linked is None or not self._last_spans or self._delays:
+            raise ConfigError("step_times: needs a full step without a delay, after the first")
+        return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
 
     def step(self, micro_batches: Sequence[Batch], *, run: RunRecord | None = None) -> StepMetrics:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
@@ -373,12 +383,7 @@ class Trainer:
 
     def _commit_is_due(self, step: int) -> bool:
         """Whether a step that begins now is to be committed. Decided before it, as what is kept is written after it."""
-        every, minutes = self.config.commit_every, self.config.commit_minutes
-        if every is None and minutes is None:
-            if self._setup.memory.kept.is_dirty_between_commits:
-                minutes = DEFAULT_COMMIT_MINUTES
-            else:
-                every = DEFAULT_COMMIT_STEPS
+        every, minutes = self.config.commit_rule(keeps_states=self._setup.memory.kept.is_dirty_between_commits)
         now = time.monotonic()
         due = every is not None and step % every == 0
         due = due or (minutes is not None and now - self._committed_seconds >= 60.0 * minutes)

@@ -172,8 +172,7 @@ def test_a_run_goes_on_with_another_share(delay: float, tmp_path: Path) -> None:
         engine = Engine(delay=delay, residency=share, budget_factor=budget_factor, commit_every=2)
         with trainer_on(store, list(steps), engine) as trainer:
             assert trainer.step_number == committed
-            for step in steps[committed : stop - 1]:
-                losses.append(trainer.step(step).loss)
+            losses += [trainer.step(step).loss for step in steps[committed : stop - 1]]
             trainer.commit()
             committed = stop - 1
             trainer.step(steps[stop - 1])  # never committed: the next trainer does it again
