@@ -71,6 +71,7 @@ def create_store(
         layouts=setup.layouts,
         attributes=attributes,
         engine=engine,
+        num_slots=setup.num_slots,
         scratch_bytes=setup.scratch_bytes,
         fresh=fresh,
         progress=report("reserving space"),

@@ -7,7 +7,7 @@ executor's business: nothing of the step is committed after an op has failed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -29,28 +29,29 @@ class ReadCheck:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        #: By step, stage and chunk: per piece read so far, its first element, its length and its arrays' checksums.
-        self._seen: dict[tuple[int, int, int], list[tuple[int, int, list[int]]]] = {}
+        #: By step, stage, chunk and array: per piece read so far, its first element, its length and its checksum.
+        self._seen: dict[tuple[int, int, int, StateArray], list[tuple[int, int, int]]] = {}
 
-    def piece(self, step: int, stage: int, piece: Piece, arrays: Sequence[Tensor]) -> None:
-        """A piece was read for the update of ``step``; ``arrays`` are its bytes, uint8, in the order of StateArray.
+    def piece(self, step: int, stage: int, piece: Piece, arrays: Mapping[StateArray, Tensor]) -> None:
+        """A piece was read in ``step``: its bytes (uint8) in some of the chunk's arrays.
 
-        Raises CorruptChunkError, at a chunk's last piece, if what was read is not what was written.
+        Raises CorruptChunkError, at an array's last piece of the chunk, if what was read is not what was written.
         """
-        sums = [checksum.extend(0, data) for data in arrays]
         layout = self._store.layouts[stage]
         first = piece.chunk * layout.chunk_elements
         used = min(layout.chunk_elements, round_up(layout.num_elements, CHUNK_QUANTUM_ELEMENTS) - first)
-        with self._lock:
-            seen = self._seen.setdefault((step, stage, piece.chunk), [])
-            seen.append((piece.start, piece.num_elements, sums))
-            if sum(count for _, count, _ in seen) < used:
-                return
-            del self._seen[step, stage, piece.chunk]
-        for column, array in enumerate(StateArray):
+        for array, data in arrays.items():
+            key = step, stage, piece.chunk, array
+            part = piece.start, piece.num_elements, checksum.extend(0, data)
+            with self._lock:
+                seen = self._seen.setdefault(key, [])
+                seen.append(part)
+                if sum(count for _, count, _ in seen) < used:
+                    continue
+                del self._seen[key]
             found = 0
-            for _, count, parts in sorted(seen):
-                found = checksum.combine(found, parts[column], count * array.itemsize)
+            for _, count, crc32c in sorted(seen):
+                found = checksum.combine(found, crc32c, count * array.itemsize)
             found = checksum.extend_zeros(found, (layout.chunk_elements - used) * array.itemsize)
             expected = self._store.checksum(stage, array, piece.chunk)
             if found != expected:

@@ -147,12 +147,18 @@ def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) 
     block = status.f_frsize
     need = sum(-(-size // block) * block for size in sizes) + extra_bytes
     need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
-    free = status.f_bavail * block + _reclaimable_bytes(directory)
+    free = free_bytes(place) + _reclaimable_bytes(directory)
     if need > free:
         raise StoreRefusedError(
             f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
             f"{free} bytes ({free / 2**30:.2f} GiB) are free; free some, or name a place on a larger drive"
         )
+
+
+def free_bytes(directory: Path) -> int:
+    """What an unprivileged user may still take on the file system of an existing directory."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def _reclaimable_bytes(directory: Path) -> int:

@@ -80,6 +80,12 @@ class StateArray(Enum):
         return 2 if self in (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO) else 4
 
 
+#: The two halves of the weights.
+WEIGHT_ARRAYS = (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)
+#: Adam's two moments.
+MOMENT_ARRAYS = (StateArray.EXP_AVG, StateArray.EXP_AVG_SQ)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
     """What COMMIT.json says: the state to which the store opens."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self
 
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tiers.io.base import IoStatistics
 
 
@@ -90,6 +90,8 @@ class RunStart:
     """Memory of the warmed-up process, which the budget comes on top of."""
     engine: str
     """The I/O engine's description of itself."""
+    commits: str
+    """When commits are due, for people."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
 
@@ -116,6 +118,8 @@ class RunEnd:
     """The last of them."""
     totals: Totals
     budget_bytes: int
+    commits: CommitTotals
+    """This call's."""
 
 
 class Reporter(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hoist.scheduler.setup import prepare
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers import format as store_format
 from hoist.tiers.errors import CorruptChunkError
@@ -25,7 +26,7 @@ from tests.support.faults import (
     snapshot,
     undisturbed,
 )
-from tests.support.training import torch_threads
+from tests.support.training import PLENTY_BYTES, torch_threads
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -59,6 +60,31 @@ def test_a_whole_store_passes(kind: str, course: Course, directory: Path) -> Non
     with DirectEngine(num_threads=2) as engine, torch_threads(1):
         assert go_on(checked(JOBS[kind]()), directory, engine) == course.losses
     assert snapshot(directory) == course.snapshots[-1]
+
+
+@pytest.mark.parametrize("residency", [0.4, 1.0])
+def test_states_that_are_kept_in_memory(residency: float, course: Course, directory: Path) -> None:
+    """They are checked when they are read, once; a bit that has flipped before is found then."""
+    what = job("vertical")
+    settings = replace(what.settings, host_memory_bytes=PLENTY_BYTES, residency=residency, verify_reads=True)
+    what = replace(what, settings=settings, setup=prepare(what.staged, what.setup.layouts, settings))
+    with DirectEngine(num_threads=2) as engine, torch_threads(1):
+        assert go_on(what, directory, engine, upto=2) == course.losses[:2]
+        assert snapshot(directory) == course.snapshots[2]
+        with Store.open(directory, engine=engine, writable=False) as store:
+            record = store.record
+            assert record is not None
+            paths = [
+                directory / store_format.chunk_path(layout, StateArray.EXP_AVG, int(digit), chunk)
+                for layout, digits in zip(store.layouts, record.slots, strict=True)
+                for chunk, digit in enumerate(digits)
+            ]
+        for path in paths:
+            flip(path, 77)
+            with pytest.raises(CorruptChunkError, match=f"array exp_avg, chunk .* file {path} "):
+                go_on(what, directory, engine)
+            flip(path, 77)
+        assert go_on(what, directory, engine) == course.losses[2:]
 
 
 def flip(path: Path, offset: int) -> None:

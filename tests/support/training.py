@@ -22,7 +22,7 @@ from hoist.optim.adamw import AdamWHyperparameters, decay_for
 from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
 from hoist.scheduler import memory
-from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.config import ClipMode, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.models import build_model
@@ -76,7 +76,10 @@ class Engine:
     budget_factor: float = 1.0
     """Times the smallest budget that works: at 1 activations are spilled and one gradient buffer serves all stages."""
     resident_weights: bool = True
-    """Keep weights in memory from step to step where the budget has room for them."""
+    """Keep compute weights in their buffers from step to step where the budget has room for them."""
+    residency: float = 0.0
+    """Largest share of the states that stays in memory from step to step; none by default, so that NVMe is used."""
+    clip_mode: ClipMode = "exact"
     num_micro_batches: int | None = None
     """Most of any step; by default as many as the steps given have."""
     max_chunk_elements: int = 2 * CHUNK_QUANTUM_ELEMENTS
@@ -277,6 +280,8 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         commit_every=engine.commit_every,
         max_piece_elements=engine.max_piece_elements,
         resident_weights=engine.resident_weights,
+        residency=engine.residency,
+        clip_mode=engine.clip_mode,
         validate=True,
     )
 

@@ -176,7 +176,7 @@ def test_help_tells_the_defaults(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert cli.run(["train", "--help"]) == 0
     text = " ".join(capfd.readouterr().out.split())
     defaults = TrainOptions()
-    names = ("steps", "seq_len", "micro_batches", "micro_batch_size", "commit_every", "seed", "host_memory", "store")
+    names = ("steps", "seq_len", "micro_batches", "micro_batch_size", "seed", "host_memory", "store")
     for name in names:
         assert f"Default {getattr(defaults, name)}." in text, name
     for shown in ("Default 1e-4.", "Default 0.9,0.95.", "Default 1e-8.", "sequential (default)", "constant (default)"):

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import CorruptChunkError
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.snapshots import list_snapshots
 from hoist.tiers.store import Store
-from hoist.tools.snapshot import check_space_for_run, num_made
+from hoist.tools.snapshot import AutomaticSnapshots, check_space_for_run, num_made
 from hoist.tools.train import train
+from tests.support import faults
 from tests.support.commands import Job, curve, hoist, make_job, tree
 from tests.support.faults import quick_directory
 from tests.support.processes import fill_up, mount_small_drive, run_in_process
@@ -257,19 +259,29 @@ def test_a_full_drive_costs_snapshots_and_no_step(job: Job, tmp_path: Path) -> N
     assert "too little free space: a snapshot needs" in told[0]
 
 
-def test_a_chunk_that_goes_bad_ends_the_run(job: Job) -> None:
-    """The commit that a snapshot would keep is damaged right after it was made: loud, and no such snapshot."""
-
-    class Damaging(Recorder):
-        def step(self, metrics: Any, start: Any) -> None:
-            super().step(metrics, start)
-            frozen = sorted(job.store.glob("stages/001-*/exp_avg/c/*/0"))
-            for path in frozen:
-                data = bytearray(path.read_bytes())
-                data[5] ^= 1
-                path.write_bytes(data)
-
-    run(job, steps=1)
-    with pytest.raises(CorruptChunkError, match=r"no snapshot 'step-000002' was made: stage .* is not as it was"):
-        train(job.options(steps=4, snapshot_every=2), Damaging())
-    assert names(job.store) == []
+def test_a_chunk_that_goes_bad_ends_the_run() -> None:
+    """The commit that a snapshot is to keep is damaged right after it was made: loud, and no such snapshot."""
+    what = faults.job("vertical")
+    with quick_directory() as folder, torch_threads(1), DirectEngine(num_threads=2) as engine:
+        faults.create(what, folder / "store", engine)
+        with (
+            Store.open(folder / "store", engine=engine) as store,
+            Trainer(
+                model=what.staged, store=store, engine=engine, config=what.settings, baseline_bytes=0, setup=what.setup
+            ) as trainer,
+            AutomaticSnapshots(store, every=1, keep=1, notice=pytest.fail) as snapshots,
+        ):
+            trainer.step(what.steps[0])
+            snapshots.after_step(trainer)
+            snapshots.wait()
+            assert names(store.directory) == ["step-000001"]
+            trainer.step(what.steps[1])
+            trainer.commit()
+            path = store.committed_chunks()[6].path
+            data = bytearray(path.read_bytes())
+            data[5] ^= 1
+            path.write_bytes(data)
+            snapshots.after_step(trainer)
+            with pytest.raises(CorruptChunkError, match=r"no snapshot 'step-000002' was made: stage .* is not as it"):
+                snapshots.wait()
+            assert names(store.directory) == ["step-000001"]
