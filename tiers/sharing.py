@@ -78,12 +78,16 @@ class SharedFiles:
 
         Nobody may be writing there. The snapshots keep the file that was there; what is in the new one is undefined.
         """
-        freed = sorted(path for path in self._paths if path not in committed)
-        for path in freed:
-            self._engine.forget(path)
-            self._replacement(path).replace(path)
+        folders: set[Path] = set()
+        for path in sorted(path for path in self._paths if path not in committed):
+            if is_shared(path):
+                self._engine.forget(path)
+                self._replacement(path).replace(path)
+                folders.add(path.parent)
+            else:  # its snapshot was removed by hand, or the file went to another drive
+                self._replacement(path).unlink(missing_ok=True)
             self._paths.discard(path)
-        for folder in sorted({path.parent for path in freed}):
+        for folder in sorted(folders):
             allocation.sync_directory(folder)
 
     def release(self) -> None:

@@ -163,6 +163,16 @@ def test_a_snapshot_removed_by_hand(tmp_path: Path, engine: IoEngine) -> None:
         go_on(store, engine, 2)
 
 
+def test_a_snapshot_removed_by_hand_while_the_store_is_open(store: Store, engine: IoEngine) -> None:
+    info = take(store, engine)
+    numbers = inodes(store.directory, "stages/*/*/c/*/*")
+    shutil.rmtree(info.directory)
+    go_on(store, engine, 2)
+    assert reserved(store) == []
+    assert inodes(store.directory, "stages/*/*/c/*/*") == numbers
+    go_on(store, engine, 3)
+
+
 def test_links_that_others_made_are_respected(tmp_path: Path, engine: IoEngine) -> None:
     """A copy of the store by hard links (cp -al) is not written to either, committed slot or free."""
     directory = tmp_path / "store"
