@@ -12,13 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hoist.scheduler.config import Order
-from hoist.scheduler.creation import create_store
+from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.plan import Kind
-from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import StoreRefusedError
-from hoist.tiers.io.direct import DirectEngine
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.models import tiny_config
 from tests.support.training import (
@@ -26,14 +22,10 @@ from tests.support.training import (
     Outcome,
     Recipe,
     assert_identical,
-    from_weights,
-    initial_weights,
-    layouts_of,
     make_steps,
-    set_up,
-    staged_model,
     torch_threads,
     train,
+    trainer_on,
 )
 
 PLANS: tuple[Order, ...] = ("vertical", "horizontal")
@@ -77,8 +69,9 @@ def test_updates_are_made_in_the_backward_already(tmp_path: Path) -> None:
     """The last step of a run has no next forward: what was written when it returns was guessed in its backward."""
     steps = make_steps(1, 2)
     ops = {}
-    for mode in ("exact", "speculative"):
-        engine = Engine(clip_mode=mode, commit_every=1)  # type: ignore[arg-type]
+    modes: tuple[ClipMode, ...] = ("exact", "speculative")
+    for mode in modes:
+        engine = Engine(clip_mode=mode, commit_every=1)
         got = train(tmp_path / mode, tiny_config("llama"), steps, Recipe(clip_norm=1e9), engine, commit_at_end=False)
         ops[mode] = got.ops
     assert ops["exact"][Kind.UPDATE] == 0
@@ -136,28 +129,15 @@ def test_a_run_in_parts_equals_the_uninterrupted_one(commit_every: int, tmp_path
 
 def test_a_store_without_room_for_the_version_before_is_refused(tmp_path: Path) -> None:
     """Unless every step is committed: then that version is the committed one."""
-    recipe, steps, config = Recipe(clip_norm=1.0), make_steps(1, 1), tiny_config("llama")
-    staged = staged_model(config, recipe)
-    plain = Engine()
-
-    def prepared(engine: Engine) -> tuple[Engine, Setup]:
-        return engine, set_up(staged, layouts_of(staged, engine), recipe, engine, steps)[1]
-
-    source = from_weights(initial_weights(config, recipe))
-    _, setup = prepared(plain)
+    recipe, steps, config = Recipe(clip_norm=1.0), make_steps(2, 1), tiny_config("llama")
+    with trainer_on(tmp_path / "store", config, steps, Engine(), recipe) as trainer:
+        trainer.step(steps[0])
+        trainer.commit()
+    every_other = Engine(clip_mode="speculative", commit_every=2)
     with (
-        DirectEngine(num_threads=2) as files,
-        create_store(tmp_path / "store", model=staged, setup=setup, engine=files, source=source, attributes={}) as store,
+        pytest.raises(StoreRefusedError, match=r"a store of 3 slots a chunk, this one has 2: commit every step"),
+        trainer_on(tmp_path / "store", config, steps, every_other, recipe),
     ):
-        assert store.num_slots == 2
-        for engine, fits in (
-            (Engine(clip_mode="speculative", commit_every=2), False),
-            (Engine(clip_mode="speculative", commit_every=1), True),
-        ):
-            settings, setup = set_up(staged, store.layouts, recipe, engine, steps)
-            if not fits:
-                with pytest.raises(StoreRefusedError, match=r"needs a store of 3 slots a chunk, this one has 2: commit"):
-                    Trainer(model=staged, store=store, engine=files, config=settings, setup=setup)
-                continue
-            with Trainer(model=staged, store=store, engine=files, config=settings, setup=setup) as trainer:
-                trainer.step(steps[0])
+        pass
+    with trainer_on(tmp_path / "store", config, steps, replace(every_other, commit_every=1), recipe) as trainer:
+        trainer.step(steps[1])
