@@ -15,6 +15,7 @@ from hoist.scheduler.memory import STATE_BYTES
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.models import tiny_config
+from tests.support.sampling import thinned
 from tests.support.training import (
     Engine,
     Recipe,
@@ -41,10 +42,10 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("clip_mode", [None, "exact", "speculative"])
-@pytest.mark.parametrize("delay", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "share", "delay", "clip_mode"),
+    thinned(12, PLANS, SHARES, (0.0, 0.5, 1.0), (None, "exact", "speculative")),
+)
 def test_the_result_does_not_depend_on_what_is_kept(
     plan: Order, share: float, delay: float, clip_mode: ClipMode | None, tmp_path: Path
 ) -> None:
