@@ -67,6 +67,10 @@ class StepMetrics:
     """Bytes read from the store's drive since the previous step returned."""
     nvme_written_bytes: int
     """Bytes written to it since then."""
+    nvme_read_saved_bytes: int
+    """Bytes not read from it since then, as what they hold was kept in memory from the step before."""
+    nvme_written_saved_bytes: int
+    """Bytes not written to it since then for that reason; what a commit then wrote of them is taken off."""
     busy_seconds: dict[str, float]
     """Per lane: time at work."""
     stall_seconds: dict[str, float]
@@ -244,6 +248,8 @@ class Trainer:
         self._sampler = PeakSampler(anonymous_bytes() if baseline_bytes is None else baseline_bytes)
         self._read_bytes = engine.statistics().read_bytes
         self._written_bytes = engine.statistics().written_bytes
+        #: Bytes that need not be read and written, up to the last step's end.
+        self._saved_bytes = (0, 0)
         self._closed = False
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
@@ -530,6 +536,8 @@ class Trainer:
     def _metrics(self, state: StepState, spans: list[Span], started: float, stopped: float) -> StepMetrics:
         statistics = self._engine.statistics()
         read, written = statistics.read_bytes, statistics.written_bytes
+        kinds = self._manager.statistics().kinds.values()
+        saved = sum(kind.saved_read_bytes for kind in kinds), sum(kind.saved_written_bytes for kind in kinds)
         times = lane_times(spans, started, stopped)
         metrics = StepMetrics(
             step=state.step,
@@ -542,12 +550,14 @@ class Trainer:
             seconds=stopped - started,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
+            nvme_read_saved_bytes=saved[0] - self._saved_bytes[0],
+            nvme_written_saved_bytes=saved[1] - self._saved_bytes[1],
             busy_seconds={lane.value: times[lane].busy_seconds for lane in times},
             stall_seconds={lane.value: times[lane].stall_seconds for lane in times},
             host_peak_bytes=self._sampler.peak_bytes,
             device_peak_bytes=0,
         )
-        self._read_bytes, self._written_bytes = read, written
+        self._read_bytes, self._written_bytes, self._saved_bytes = read, written, saved
         return metrics
 
 

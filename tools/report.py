@@ -34,6 +34,10 @@ class Totals:
     """Bytes read from the drive, those of making the store included."""
     nvme_written_bytes: int = 0
     """Bytes written to it."""
+    nvme_read_saved_bytes: int = 0
+    """Bytes that steps did not have to read, as states stayed in memory."""
+    nvme_written_saved_bytes: int = 0
+    """Bytes that they did not have to write."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -59,6 +63,8 @@ class Totals:
             first_loss=metrics.loss if self.first_loss is None and math.isfinite(metrics.loss) else self.first_loss,
             tokens=self.tokens + metrics.tokens,
             seconds=self.seconds + metrics.seconds,
+            nvme_read_saved_bytes=self.nvme_read_saved_bytes + metrics.nvme_read_saved_bytes,
+            nvme_written_saved_bytes=self.nvme_written_saved_bytes + metrics.nvme_written_saved_bytes,
         )
 
 

@@ -168,6 +168,12 @@ class Display:
             f"{show_bytes(end.totals.nvme_read_bytes)} read and {show_bytes(end.totals.nvme_written_bytes)} written "
             "since the store was made",
         )
+        if end.totals.nvme_read_saved_bytes:
+            self._field(
+                "",
+                f"{show_bytes(end.totals.nvme_read_saved_bytes)} more would have been read and "
+                f"{show_bytes(max(0, end.totals.nvme_written_saved_bytes))} more written without the states in memory",
+            )
         commits = "1 commit" if end.commits.number == 1 else f"{end.commits.number} commits"
         self._field(
             "commits",

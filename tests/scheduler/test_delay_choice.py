@@ -7,25 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hoist.scheduler.creation import create_store
 from hoist.scheduler.delay import SHARES, StepTimes, busy_seconds, choose, measure
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Span
 from hoist.scheduler.plan import Kind, Op
-from hoist.scheduler.trainer import Trainer
-from hoist.tiers.io.direct import DirectEngine
 from tests.support.models import tiny_config
-from tests.support.training import (
-    Engine,
-    Recipe,
-    from_weights,
-    initial_weights,
-    layouts_of,
-    make_steps,
-    set_up,
-    staged_model,
-    torch_threads,
-)
+from tests.support.training import Engine, make_steps, torch_threads, trainer_on
 
 FREE = dict.fromkeys(SHARES, 0)
 
@@ -103,24 +90,17 @@ def test_times_come_from_spans() -> None:
 
 def test_a_trainer_measures_its_steps(tmp_path: Path) -> None:
     """All I/O of a steady step is accounted for; before one there is nothing to measure, nor with a delay."""
-    config, recipe, engine, steps = tiny_config("llama"), Recipe(), Engine(budget_factor=1.0), make_steps(3, 2)
-    staged = staged_model(config, recipe)
-    settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
-    source = from_weights(initial_weights(config, recipe))
-    with (
-        DirectEngine(num_threads=2) as files,
-        create_store(tmp_path / "store", model=staged, setup=setup, engine=files, source=source, attributes={}) as store,
-        Trainer(model=staged, store=store, engine=files, config=settings, setup=setup, baseline_bytes=0) as trainer,
-    ):
+    steps = make_steps(3, 2)
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, Engine(budget_factor=1.0)) as trainer:
         trainer.step(steps[0])
         with pytest.raises(ConfigError, match="after the first"):
             trainer.step_times()
         trainer.step(steps[1])
         trainer.wait()
-        before = files.statistics()
+        before = trainer.statistics().nvme
         trainer.step(steps[2])
         trainer.wait()
-        after = files.statistics()
+        after = trainer.statistics().nvme
         found = trainer.step_times()
         ops = trainer._plan(2).plan.ops
         moved = after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes

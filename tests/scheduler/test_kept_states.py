@@ -6,35 +6,28 @@ What is worth keeping is `test_kept_candidates.py`'s part, plans with kept chunk
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hoist.scheduler.config import ClipMode, Order
-from hoist.scheduler.creation import create_store
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.models import tiny_config
+from tests.support.sampling import thinned
 from tests.support.training import (
     Engine,
     Recipe,
-    Step,
     assert_identical,
     assert_identical_states,
-    from_weights,
-    initial_weights,
-    layouts_of,
+    elements_of,
     make_steps,
     read_states,
-    set_up,
-    staged_model,
     torch_threads,
     train,
     train_reference,
+    trainer_on,
 )
 
 PLANS: tuple[Order, ...] = ("vertical", "horizontal")
@@ -49,30 +42,10 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def trainer_on(directory: Path, steps: list[Step], engine: Engine, recipe: Recipe | None = None) -> Iterator[Trainer]:
-    """A trainer on the store, which is made if it is not there."""
-    config, recipe = tiny_config("llama"), recipe or Recipe()
-    staged = staged_model(config, recipe)
-    with DirectEngine(num_threads=2) as files:
-        if (directory / "COMMIT.json").exists():
-            store = Store.open(directory, engine=files, check="crc")
-            settings, setup = set_up(staged, store.layouts, recipe, engine, steps)
-        else:
-            settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
-            source = from_weights(initial_weights(config, recipe))
-            store = create_store(directory, model=staged, setup=setup, engine=files, source=source, attributes={})
-        with (
-            store,
-            Trainer(model=staged, store=store, engine=files, config=settings, setup=setup, baseline_bytes=0) as trainer,
-        ):
-            yield trainer
-
-
-@pytest.mark.parametrize("clip_mode", [None, "exact", "speculative"])
-@pytest.mark.parametrize("delay", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "share", "delay", "clip_mode"),
+    thinned(12, PLANS, SHARES, (0.0, 0.5, 1.0), (None, "exact", "speculative")),
+)
 def test_the_result_does_not_depend_on_what_is_kept(
     plan: Order, share: float, delay: float, clip_mode: ClipMode | None, tmp_path: Path
 ) -> None:
@@ -101,7 +74,7 @@ def test_the_result_does_not_depend_on_what_is_kept(
 def test_with_everything_kept_the_drive_is_silent_between_commits(plan: Order, tmp_path: Path) -> None:
     steps = make_steps(7, 2)
     engine = Engine(plan=plan, residency=1.0, budget_factor=ROOMY, commit_every=4)
-    with trainer_on(tmp_path / "store", list(steps), engine) as trainer:
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
         assert trainer.memory.kept_state_bytes == STATE_BYTES * sum(elements_of(trainer))
         moved = []
         for step in steps:
@@ -109,15 +82,10 @@ def test_with_everything_kept_the_drive_is_silent_between_commits(plan: Order, t
             trainer.wait()
             nvme = trainer.statistics().nvme
             moved.append((nvme.read_bytes, nvme.written_bytes))
-    everything = STATE_BYTES * sum(elements_of(trainer, closed=True))
+    everything = STATE_BYTES * sum(elements_of(trainer))
     assert moved[0] == moved[1] == moved[2]
     assert moved[3] == (moved[2][0], moved[2][1] + everything)  # step 4 is committed: written once it is updated
     assert moved[4] == moved[5] == moved[6] == moved[3]
-
-
-def elements_of(trainer: Trainer, *, closed: bool = False) -> list[int]:
-    """Elements per stage that pieces cover: what is read and written."""
-    return [sum(piece.num_elements for piece in pieces) for pieces in trainer._runtime.pieces]
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -130,7 +98,7 @@ def test_a_steady_step_moves_what_the_formula_says(share: float, delay: float, t
     engine = Engine(
         delay=delay, residency=share, budget_factor=ROOMY, commit_every=100, resident_weights=False, num_chunks=4
     )
-    with trainer_on(tmp_path / "store", list(steps), engine) as trainer:
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
         for step in steps[:2]:
             trainer.step(step)
         trainer.wait()
@@ -170,7 +138,7 @@ def test_a_run_goes_on_with_another_share(delay: float, tmp_path: Path) -> None:
     committed = 0
     for share, budget_factor, stop in ((1.0, ROOMY, 3), (0.3, 1.6, 5), (0.0, 1.0, 6), (0.7, 3.0, 8)):
         engine = Engine(delay=delay, residency=share, budget_factor=budget_factor, commit_every=2)
-        with trainer_on(store, list(steps), engine) as trainer:
+        with trainer_on(store, tiny_config("llama"), steps, engine) as trainer:
             assert trainer.step_number == committed
             losses += [trainer.step(step).loss for step in steps[committed : stop - 1]]
             trainer.commit()
@@ -194,22 +162,12 @@ def test_commits_are_due_by_time_where_states_are_kept_and_by_steps_otherwise(tm
         "either": (Engine(residency=0.0, budget_factor=ROOMY), 5, 1e9, 10),
     }
     for name, (engine, every, minutes, expected) in cases.items():
-        config, recipe = tiny_config("llama"), Recipe()
-        staged = staged_model(config, recipe)
-        settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
-        settings = replace(settings, commit_every=every, commit_minutes=minutes)
-        source = from_weights(initial_weights(config, recipe))
-        with (
-            DirectEngine(num_threads=2) as files,
-            create_store(
-                tmp_path / name, model=staged, setup=setup, engine=files, source=source, attributes={}
-            ) as store,
-            Trainer(model=staged, store=store, engine=files, config=settings, setup=setup, baseline_bytes=0) as trainer,
-        ):
+        with trainer_on(
+            tmp_path / name, tiny_config("llama"), steps, engine, commit_every=every, commit_minutes=minutes
+        ) as trainer:
             for step in steps:
                 trainer.step(step)
             trainer.wait()
             assert trainer.committed_step == expected, name
-            assert trainer.statistics().commits.number == (0 if not expected else {10: 1, 11: 11, 8: 2}[expected] + (
-                1 if name == "either" else 0
-            ))
+            number = {"kept": 0, "not kept": 1, "minutes": 11, "steps": 2, "either": 2}[name]
+            assert trainer.statistics().commits.number == number, name

@@ -12,28 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from hoist.scheduler.config import Order
-from hoist.scheduler.creation import create_store
+from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.plan import Kind
-from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import StoreRefusedError
-from hoist.tiers.io.direct import DirectEngine
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.models import tiny_config
+from tests.support.sampling import thinned
 from tests.support.training import (
     Engine,
     Outcome,
     Recipe,
     assert_identical,
-    from_weights,
-    initial_weights,
-    layouts_of,
     make_steps,
-    set_up,
-    staged_model,
     torch_threads,
     train,
+    trainer_on,
 )
 
 PLANS: tuple[Order, ...] = ("vertical", "horizontal")
@@ -52,11 +45,10 @@ def exactly(directory: Path, recipe: Recipe) -> Outcome:
     return train(directory, tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, Engine(budget_factor=50.0))
 
 
-@pytest.mark.parametrize("budget_factor", [1.0, 50.0])
-@pytest.mark.parametrize("commit_every", COMMITS)
-@pytest.mark.parametrize("delay", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("clip_norm", [1e9, 1.0, 1e-3])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "clip_norm", "delay", "commit_every", "budget_factor"),
+    thinned(14, PLANS, (1e9, 1.0, 1e-3), (0.0, 0.25, 1.0), COMMITS, (1.0, 50.0)),
+)
 def test_guessing_gives_the_bits_of_exact_clipping(
     plan: Order, clip_norm: float, delay: float, commit_every: int, budget_factor: float, tmp_path: Path
 ) -> None:
@@ -77,17 +69,18 @@ def test_updates_are_made_in_the_backward_already(tmp_path: Path) -> None:
     """The last step of a run has no next forward: what was written when it returns was guessed in its backward."""
     steps = make_steps(1, 2)
     ops = {}
-    for mode in ("exact", "speculative"):
-        engine = Engine(clip_mode=mode, commit_every=1)  # type: ignore[arg-type]
+    modes: tuple[ClipMode, ...] = ("exact", "speculative")
+    for mode in modes:
+        engine = Engine(clip_mode=mode, commit_every=1)
         got = train(tmp_path / mode, tiny_config("llama"), steps, Recipe(clip_norm=1e9), engine, commit_at_end=False)
         ops[mode] = got.ops
     assert ops["exact"][Kind.UPDATE] == 0
     assert ops["speculative"][Kind.UPDATE] > 0
 
 
-@pytest.mark.parametrize("budget_factor", [1.0, 50.0])
-@pytest.mark.parametrize("commit_every", COMMITS)
-@pytest.mark.parametrize("factor", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("factor", "commit_every", "budget_factor"), thinned(4, (math.inf, math.nan), COMMITS, (1.0, 50.0))
+)
 def test_guesses_from_gradients_that_are_not_finite_are_taken_back(
     factor: float, commit_every: int, budget_factor: float, tmp_path: Path
 ) -> None:
@@ -136,28 +129,15 @@ def test_a_run_in_parts_equals_the_uninterrupted_one(commit_every: int, tmp_path
 
 def test_a_store_without_room_for_the_version_before_is_refused(tmp_path: Path) -> None:
     """Unless every step is committed: then that version is the committed one."""
-    recipe, steps, config = Recipe(clip_norm=1.0), make_steps(1, 1), tiny_config("llama")
-    staged = staged_model(config, recipe)
-    plain = Engine()
-
-    def prepared(engine: Engine) -> tuple[Engine, Setup]:
-        return engine, set_up(staged, layouts_of(staged, engine), recipe, engine, steps)[1]
-
-    source = from_weights(initial_weights(config, recipe))
-    _, setup = prepared(plain)
+    recipe, steps, config = Recipe(clip_norm=1.0), make_steps(2, 1), tiny_config("llama")
+    with trainer_on(tmp_path / "store", config, steps, Engine(), recipe) as trainer:
+        trainer.step(steps[0])
+        trainer.commit()
+    every_other = Engine(clip_mode="speculative", commit_every=2)
     with (
-        DirectEngine(num_threads=2) as files,
-        create_store(tmp_path / "store", model=staged, setup=setup, engine=files, source=source, attributes={}) as store,
+        pytest.raises(StoreRefusedError, match=r"a store of 3 slots a chunk, this one has 2: commit every step"),
+        trainer_on(tmp_path / "store", config, steps, every_other, recipe),
     ):
-        assert store.num_slots == 2
-        for engine, fits in (
-            (Engine(clip_mode="speculative", commit_every=2), False),
-            (Engine(clip_mode="speculative", commit_every=1), True),
-        ):
-            settings, setup = set_up(staged, store.layouts, recipe, engine, steps)
-            if not fits:
-                with pytest.raises(StoreRefusedError, match=r"needs a store of 3 slots a chunk, this one has 2: commit"):
-                    Trainer(model=staged, store=store, engine=files, config=settings, setup=setup)
-                continue
-            with Trainer(model=staged, store=store, engine=files, config=settings, setup=setup) as trainer:
-                trainer.step(steps[0])
+        pass
+    with trainer_on(tmp_path / "store", config, steps, replace(every_other, commit_every=1), recipe) as trainer:
+        trainer.step(steps[1])
