@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from hoist.tiers.allocation import write_durably
 from hoist.tiers.commit import CommitSequence
 from hoist.tiers.errors import HoistError, StoreRefusedError
-from hoist.tiers.format import COMMIT_NAME, COMMIT_TEMPORARY_NAME
+from hoist.tiers.format import COMMIT_NAME
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.faults import quick_directory
 from tests.support.power import Drive, Event, Kind, RecordedEngine, Recording, places_to_cut, recording, write_tree
 from tests.support.processes import run_in_process
 from tests.support.stores import commit, committed, create, fill, read_version, write_chunk, write_pieces
+from tests.support.wrong_commits import WRONG
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -216,85 +216,6 @@ def test_a_power_cut_during_a_creation(fresh: bool, part: int) -> None:
 
 
 # ---------------------------------------------------------------------- the simulation can fail
-
-
-class NoFlush(CommitSequence):
-    """Chunks are not made durable."""
-
-    def flush(self, paths: Any) -> None:
-        pass
-
-
-class UnsyncedRecord(CommitSequence):
-    """The rename comes before the record's bytes are durable."""
-
-    def write_record(self, data: bytes) -> None:
-        (self._directory / COMMIT_TEMPORARY_NAME).write_bytes(data)
-
-
-class UnsyncedChecksums(CommitSequence):
-    def write_checksums(self, name: str, data: bytes) -> None:
-        (self._directory / name).write_bytes(data)
-
-
-class NamelessChecksums(CommitSequence):
-    """The name of the CRC file may not outlive the power cut."""
-
-    def sync_checksum_directory(self) -> None:
-        pass
-
-
-class LateSettling(CommitSequence):
-    """Freed slots are written before the rename is durable: the directory is synced only by the next commit."""
-
-    def settle(self) -> None:
-        pass
-
-    def flush(self, paths: Any) -> None:
-        super().settle()
-        super().flush(paths)
-
-
-class EarlyTidying(CommitSequence):
-    """The old CRC file goes before the rename is durable."""
-
-    def settle(self) -> None:
-        pass
-
-    def tidy(self, superseded: str) -> None:
-        super().tidy(superseded)
-        self.sync_checksum_directory()
-        super().settle()
-
-
-class InPlace(CommitSequence):
-    """COMMIT.json is overwritten where it is."""
-
-    def publish(self) -> None:
-        data = (self._directory / COMMIT_TEMPORARY_NAME).read_bytes()
-        write_durably(self._directory / COMMIT_NAME, data)
-
-
-class FlushAfterwards(CommitSequence):
-    """The record is published before the chunks that it names are durable."""
-
-    def run(self, **arguments: Any) -> float:
-        paths = arguments.pop("paths")
-        super().run(paths=[], **arguments)
-        self.flush(paths)
-        return 0.0
-
-
-WRONG: tuple[type[CommitSequence], ...] = (
-    NoFlush,
-    UnsyncedRecord,
-    UnsyncedChecksums,
-    NamelessChecksums,
-    LateSettling,
-    EarlyTidying,
-    InPlace,
-    FlushAfterwards,
-)
 
 
 @pytest.mark.parametrize("sequence", WRONG, ids=lambda kind: kind.__name__)
