@@ -20,6 +20,7 @@ from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.faults import (
     NUM_STEPS,
+    RARE,
     SETTINGS,
     Course,
     Snapshot,
@@ -48,8 +49,6 @@ pytestmark = pytest.mark.timeout(600)
 
 #: After either of these the commit has taken place; three of them would be the whole run.
 PUBLISHED = ("COMMIT.json: between rename and the directory's fsync", "before the old CRC file goes")
-#: Settings that are left to a longer run: each is much like another one.
-RARE = ("delayed, horizontal", "clipped, kept")
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else []) for name in SETTINGS]
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else []) for seed in range(10)]
 #: Kills in one chain.

@@ -150,6 +150,8 @@ SETTINGS: Mapping[str, Callable[[], Job]] = {
     "clipped": partial(delayed_job, "vertical", 0.0, kept=False, clip_norm=CLIP_NORM),
     "clipped, kept": partial(delayed_job, "vertical", 0.0, kept=True, clip_norm=CLIP_NORM),
 }
+#: Those that are left to a longer run where all would take long: each is much like another one.
+RARE = ("delayed, horizontal", "delayed, kept", "clipped, kept")
 #: Those that take another course than the rest, whose results must all be the same bits.
 CLIPPED = frozenset(name for name in SETTINGS if name.startswith("clipped"))
 
