@@ -22,7 +22,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.format import COMMIT_NAME, COMMIT_TEMPORARY_NAME, CRC_DIRECTORY, METADATA_NAME, SCRATCH_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from tests.support.engines import WrapperEngine
-from tests.support.watch import Act, Seen, watching
+from tests.support.watch import Act, Seen
 
 #: Instants of a commit, in their order.
 COMMIT_MOMENTS = (
@@ -187,16 +187,3 @@ def ticking(root: Path, death: Death) -> tuple[Deadline, Watcher]:
     """A deadline, and what watches the store that is or will be at ``root``; the ops of trainers tick it too."""
     deadline = TickingRuntime.deadline = Deadline(death)
     return deadline, Watcher(root, deadline)
-
-
-__all__ = [
-    "COMMIT_MOMENTS",
-    "CREATION_MOMENTS",
-    "STEP_MOMENTS",
-    "Deadline",
-    "Death",
-    "TickingEngine",
-    "TickingTrainer",
-    "ticking",
-    "watching",
-]
