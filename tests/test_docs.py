@@ -1,8 +1,9 @@
 """README.md and docs/ are true: every command that they show runs here or is what CI runs, links lead somewhere.
 
 A fenced block marked `sh` or `python` is run, those of one page in order, in a copy of the checkout. A comment before
-a block can ask for less: `<!-- tests: append --steps 2 -->` shortens its `hoist train` lines, and `<!-- tests: parse:
-REASON -->` only checks that the commands and their options exist. Other blocks are output, diagrams and formulas.
+a block can ask for less: `<!-- tests: append --steps 2 -->` shortens its `hoist train` lines, `<!-- tests: append to
+bench_step: --rounds 1 -->` those that run that tool's module, and `<!-- tests: parse: REASON -->` only checks that the
+commands and their options exist. Other blocks are output, diagrams and formulas.
 """
 
 from __future__ import annotations
@@ -120,17 +121,22 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         if block.language == "python":
             command = [sys.executable, "-W", "error", "-c", script]
         else:
-            if block.note.startswith("append "):
+            if block.note.startswith("append to "):
+                tool, _, options = block.note.removeprefix("append to ").partition(": ")
+                script = _append(script, options, f"hoist.tools.{tool}")
+            elif block.note.startswith("append "):
                 script = _append(script, block.note.removeprefix("append "))
             command = ["sh", "-euc", script]
         ran = subprocess.run(command, cwd=checkout, env=_environment(ROOT), capture_output=True, text=True)
         assert ran.returncode == 0, f"{page.name}:{block.line}\n{ran.stdout}{ran.stderr}"
 
 
-def _append(script: str, options: str) -> str:
-    """The script with more options at the end of its `hoist train` lines; the last one given counts."""
+def _append(script: str, options: str, command: str = "hoist train") -> str:
+    """The script with more options at the end of its lines with that command; the last one given counts."""
     joined = script.replace("\\\n", " ")
-    return re.sub(r"(hoist train\b[^\n&|;]*)", rf"\1 {options}", joined)
+    appended, count = re.subn(rf"({re.escape(command)}\b[^\n&|;]*)", rf"\1 {options}", joined)
+    assert count, f"no {command} in {script}"
+    return appended
 
 
 def _environment(packages: Path) -> dict[str, str]:

@@ -52,7 +52,9 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
         folder = directory / store_format.SNAPSHOTS_DIRECTORY
         remove_tree(folder.resolve() if folder.is_symlink() else folder, engine)
     (directory / store_format.STATUS_NAME).unlink(missing_ok=True)
-    (directory / store_format.METADATA_NAME).unlink(missing_ok=True)
+    if (directory / store_format.METADATA_NAME).exists():
+        allocation.sync_directory(directory)  # else a power cut could bring the rest back without its mark
+        (directory / store_format.METADATA_NAME).unlink()
 
 
 def remove_tree(directory: Path, engine: IoEngine) -> None:
@@ -68,11 +70,16 @@ def remove_tree(directory: Path, engine: IoEngine) -> None:
 def build(
     directory: Path, metadata: Mapping[str, bytes], files: Mapping[Path, int], progress: Progress | None
 ) -> None:
-    """Write the metadata, the root's first as it marks the directory; reserve the chunk files; make it all durable.
+    """Write the metadata, reserve the chunk files, make it all durable. The root's metadata is durable before anything
+    else is made: it marks the directory as hoist's, also after a power cut.
 
     Raises StoreRefusedError if the drive fills up meanwhile, OSError if it fails; what was made stays.
     """
+    allocation.write_durably(directory / store_format.METADATA_NAME, metadata[store_format.METADATA_NAME])
+    allocation.sync_directory(directory)
     for path, data in metadata.items():
+        if path == store_format.METADATA_NAME:
+            continue
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes(data)
     for name in (store_format.CRC_DIRECTORY, store_format.SCRATCH_DIRECTORY):

@@ -84,7 +84,13 @@ def _read_commit(directory: Path, commit_bytes: bytes) -> Opened:
     attributes = store_format.hoist_attributes(root, root_path)
     store_format.check_version(attributes.get("format_version"), root_path)
     commit_path = directory / store_format.COMMIT_NAME
-    record = store_format.decode_commit(commit_bytes, commit_path)
+    try:
+        record = store_format.decode_commit(commit_bytes, commit_path)
+    except StoreFormatError as error:
+        raise StoreFormatError(
+            f"{error}; without it nobody knows which slot of a chunk is the committed one: put back a copy of it, or "
+            "start over with --fresh"
+        ) from error
     if record.store_id != attributes.get("store_id"):
         expected = attributes.get("store_id")
         comparison = f"expected {root_path}'s {expected!r}, saw {record.store_id!r}"

@@ -1,148 +1,186 @@
-"""A training process killed at a transfer or a step of a commit: the store is at its last commit and goes on from it.
+"""A process killed at any instant, again and again: the store is at a commit, whole, and training goes on from it.
 
-A smoke test with a few seeds; that a commit is whole at every instant is `tests/tiers/test_store_crash.py`'s part.
+Kills are named (`tests/support/kills.py`) and drawn from seeds. Each chain is one store: processes are killed in it one
+after another, until one may go to the end. Power cuts, which lose more: `test_power_cut_in_training.py`.
 """
 
 from __future__ import annotations
 
-import os
 import random
+import re
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from hoist.scheduler.config import Order
-from hoist.tiers.commit import CommitSequence
-from hoist.tiers.io.base import IoEngine
+from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
-from tests.support.engines import WrapperEngine
-from tests.support.faults import NUM_STEPS, Course, copy_store, go_on, job, snapshot, undisturbed
-from tests.support.processes import run_in_process
+from tests.support.faults import (
+    NUM_STEPS,
+    RARE,
+    SETTINGS,
+    Course,
+    Snapshot,
+    copy_store,
+    create,
+    go_on,
+    job,
+    quick_directory,
+    snapshot,
+    undisturbed_courses,
+)
+from tests.support.kills import (
+    COMMIT_MOMENTS,
+    CREATION_MOMENTS,
+    STEP_MOMENTS,
+    Death,
+    TickingEngine,
+    TickingTrainer,
+    ticking,
+)
+from tests.support.processes import run_forked, run_in_process
 from tests.support.training import torch_threads
+from tests.support.watch import watching
 
-PLANS: tuple[Order, ...] = ("vertical", "horizontal")
+pytestmark = pytest.mark.timeout(600)
 
-pytestmark = pytest.mark.timeout(240)
-
-
-class Deadline:
-    """Kills this process at the ``number``-th event, as nothing in it can prevent; counts them for 0."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def tick(self) -> None:
-        with self._lock:
-            self.count += 1
-            if self.count == self._number:
-                os.kill(os.getpid(), signal.SIGKILL)
+#: After either of these the commit has taken place; three of them would be the whole run.
+PUBLISHED = ("COMMIT.json: between rename and the directory's fsync", "before the old CRC file goes")
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else []) for name in SETTINGS]
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else []) for seed in range(10)]
+#: Kills in one chain.
+CHAIN = 6
+NEVER = Death(moment="", occurrence=0)
 
 
-class TickingEngine(WrapperEngine):
-    """Every request and every completion is an event."""
-
-    def __init__(self, inner: IoEngine, deadline: Deadline) -> None:
-        super().__init__(inner)
-        self._deadline = deadline
-
-    def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
-        return self._watched(lambda: super(TickingEngine, self).read(path, offset, buffer))
-
-    def write(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
-        return self._watched(lambda: super(TickingEngine, self).write(path, offset, buffer))
-
-    def flush(self, path: Path) -> Future[None]:
-        return self._watched(lambda: super(TickingEngine, self).flush(path))
-
-    def _watched(self, request: Callable[[], Future[None]]) -> Future[None]:
-        self._deadline.tick()
-        future = request()
-        future.add_done_callback(lambda _: self._deadline.tick())
-        return future
+def train_until_killed(name: str, directory: Path, death: Death) -> Counter[str]:
+    """In a process of its own. Returns how often each moment came, if it comes to an end."""
+    what = SETTINGS[name]()
+    deadline, watcher = ticking(directory, death)
+    with watching(directory, watcher.seen), TickingEngine(DirectEngine(num_threads=2), deadline) as engine:
+        go_on(what, directory, engine, trainer_kind=TickingTrainer)
+    return deadline.counts
 
 
-class TickingCommit(CommitSequence):
-    """Every step of a commit is an event."""
-
-    deadline = Deadline(0)
-
-    def write_checksums(self, name: str, data: bytes) -> None:
-        self.deadline.tick()
-        super().write_checksums(name, data)
-
-    def write_record(self, data: bytes) -> None:
-        self.deadline.tick()
-        super().write_record(data)
-
-    def publish(self) -> None:
-        self.deadline.tick()
-        super().publish()
-
-    def settle(self) -> None:
-        self.deadline.tick()
-        super().settle()
-
-    def tidy(self, superseded: str) -> None:
-        self.deadline.tick()
-        super().tidy(superseded)
+def killed_in_turn(name: str, directory: Path, deaths: list[Death]) -> list[tuple[int, Snapshot]]:
+    """In a process of its own: training is begun and killed again and again. Exit codes and what each left."""
+    SETTINGS[name]()  # made once
+    return [(run_forked(train_until_killed, name, directory, death), snapshot(directory)) for death in deaths]
 
 
-class TickingStore(Store):
-    commit_sequence = TickingCommit
+def create_until_killed(directory: Path, death: Death) -> Counter[str]:
+    """In a process of its own: makes the job's store."""
+    what = job("vertical")
+    deadline, watcher = ticking(directory, death)
+    with watching(directory, watcher.seen), TickingEngine(DirectEngine(num_threads=2), deadline) as engine:
+        create(what, directory, engine)
+    return deadline.counts
 
 
-def train_until_killed(plan: Order, directory: Path, number: int) -> int:
-    """In a process of its own. Returns how many events there were, if it comes to an end."""
-    deadline = TickingCommit.deadline = Deadline(number)
-    with TickingEngine(DirectEngine(num_threads=2), deadline) as engine:
-        go_on(job(plan), directory, engine, store_kind=TickingStore)
-    return deadline.count
+def created_in_turn(directory: Path, deaths: list[Death]) -> list[tuple[int, str | None]]:
+    """In a process of its own: a creation is begun and killed again and again. Exit codes, and why none opens."""
+    job("vertical")  # made once
+    return [(run_forked(create_until_killed, directory, death), why_not_open(directory)) for death in deaths]
+
+
+def why_not_open(directory: Path) -> str | None:
+    try:
+        with DirectEngine(num_threads=1) as engine, Store.open(directory, engine=engine, check="crc"):
+            return None
+    except StoreRefusedError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Order, Course]]:
-    folder = tmp_path_factory.mktemp("courses")
-    with torch_threads(1):
-        yield {plan: undisturbed(job(plan), folder / plan) for plan in PLANS}
+def courses() -> Iterator[dict[str, Course]]:
+    with quick_directory() as folder, torch_threads(1):
+        yield undisturbed_courses(folder)
 
 
 @pytest.fixture(scope="module")
-def num_events(courses: dict[Order, Course], tmp_path_factory: pytest.TempPathFactory) -> dict[Order, int]:
-    counted: dict[Order, int] = {}
-    for plan in PLANS:
-        directory = copy_store(courses[plan].store, tmp_path_factory.mktemp("counting") / "store")
-        code, answer = run_in_process(train_until_killed, plan, directory, 0)
+def counts(courses: dict[str, Course]) -> dict[str, Counter[str]]:
+    """How often each moment comes in a run of the last step alone: in a longer one it comes more often."""
+    counted = {}
+    for name, course in courses.items():
+        with quick_directory() as folder:
+            directory = copy_store(course.store, folder / "store")
+            with DirectEngine(num_threads=2) as engine, torch_threads(1):
+                go_on(SETTINGS[name](), directory, engine, upto=NUM_STEPS - 1)
+            code, counted[name] = run_in_process(train_until_killed, name, directory, NEVER)
         assert code == 0
-        counted[plan] = answer
     return counted
 
 
-SEEDS: list[Any] = [pytest.param(seed, marks=[] if seed < 8 else pytest.mark.slow) for seed in range(60)]
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    with quick_directory() as folder:
+        yield folder
+
+
+def deaths(counts: Counter[str], seed: int) -> list[list[Death]]:
+    """Every moment once, in chains; the occurrence is one that comes in any step."""
+    chance = random.Random(seed)
+    moments = sorted(counts)
+    chance.shuffle(moments)
+    moments.sort(key=lambda moment: moment in PUBLISHED)  # so that chains have one at most, and none ends early
+    num_chains = -(-len(moments) // CHAIN)
+    found = [Death(moment=moment, occurrence=chance.randint(1, counts[moment])) for moment in moments]
+    chains = [found[chain::num_chains] for chain in range(num_chains)]
+    for chain in chains:
+        chance.shuffle(chain)
+    return chains
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_killed_at_any_event(
-    seed: int, courses: dict[Order, Course], num_events: dict[Order, int], tmp_path: Path
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_again_and_again(
+    name: str, seed: int, courses: dict[str, Course], counts: dict[str, Counter[str]], quick_path: Path
 ) -> None:
-    plan = PLANS[seed % 2]
-    course = courses[plan]
-    # one from each eighth of the run
-    eighth = num_events[plan] // 8
-    number = max(1, random.Random(seed).randint(eighth * (seed % 8), eighth * (seed % 8 + 1)))
-    directory = copy_store(course.store, tmp_path / "store")
-    code, _ = run_in_process(train_until_killed, plan, directory, number)
-    assert code == -signal.SIGKILL
-    kept = snapshot(directory)
-    assert kept == course.snapshots[kept.step]
-    with DirectEngine(num_threads=2) as engine:
-        assert go_on(job(plan), directory, engine) == course.losses[kept.step :]
-    assert snapshot(directory) == course.snapshots[NUM_STEPS]
+    """Every moment that the setting has, at a drawn occurrence. What was written outlives a process on any drive."""
+    expected = {*STEP_MOMENTS, *COMMIT_MOMENTS}
+    if name.startswith("clipped"):
+        expected.remove("update in the backward")
+    elif not name.startswith("delayed"):
+        expected.remove("delayed update")
+    if name.endswith("kept"):
+        expected.remove("inside a write to scratch")
+    assert counts[name].keys() == expected
+    course = courses[name]
+    for number, chain in enumerate(deaths(counts[name], seed)):
+        directory = copy_store(course.store, quick_path / str(number))
+        step = 0
+        _, left = run_in_process(killed_in_turn, name, directory, chain)
+        for death, (code, kept) in zip(chain, left, strict=True):
+            assert code == -signal.SIGKILL, death
+            assert kept == course.snapshots[kept.step]
+            assert step + (death.moment in PUBLISHED) <= kept.step < NUM_STEPS
+            step = kept.step
+        with DirectEngine(num_threads=2) as engine, torch_threads(1):
+            assert go_on(SETTINGS[name](), directory, engine) == course.losses[step:]
+        assert snapshot(directory) == course.snapshots[NUM_STEPS]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killed_in_the_first_creation(seed: int, courses: dict[str, Course], tmp_path: Path) -> None:
+    """Nothing half-made opens, and the same call again makes the store; once there is a commit, it is that store."""
+    _, counted = run_in_process(create_until_killed, tmp_path / "counting", NEVER)
+    assert counted.keys() == {*CREATION_MOMENTS, *COMMIT_MOMENTS[:-1]}
+    directory = tmp_path / "store"
+    chance = random.Random(seed)
+    moments = [*CREATION_MOMENTS[1:], *COMMIT_MOMENTS[:-2]]
+    chance.shuffle(moments)
+    moments = [CREATION_MOMENTS[0], *moments, PUBLISHED[0]]
+    deaths = [Death(moment=moment, occurrence=chance.randint(1, counted[moment])) for moment in moments]
+    _, left = run_in_process(created_in_turn, directory, deaths)
+    for death, (code, refusal) in zip(deaths, left, strict=True):
+        assert code == -signal.SIGKILL, death
+        if death.moment in PUBLISHED:
+            assert refusal is None
+        else:
+            assert re.search("does not exist; create the store|creation never finished|holds no hoist store", refusal)
+    assert snapshot(directory) == courses["vertical"].snapshots[0]
+    with DirectEngine(num_threads=2) as engine, torch_threads(1):
+        assert go_on(job("vertical"), directory, engine) == courses["vertical"].losses

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -123,16 +123,37 @@ def job(plan: Order, num_micro_batches: int = 3) -> Job:
 
 
 @cache
-def delayed_job(plan: Order, delay: float, *, kept: bool) -> Job:
-    """The same with delayed updates, whose gradients wait in scratch, or (``kept``) in memory."""
+def delayed_job(plan: Order, delay: float, *, kept: bool, clip_norm: float = 0.0) -> Job:
+    """The same with delayed updates, whose gradients wait in scratch, or (``kept``) in memory; and with clipping."""
     what = job(plan)
-    settings = replace(what.settings, delay=delay, host_memory_bytes=PLENTY_BYTES, resident_weights=False)
+    settings = replace(
+        what.settings, delay=delay, clip_norm=clip_norm, host_memory_bytes=PLENTY_BYTES, resident_weights=False
+    )
     setup = prepare(what.staged, what.setup.layouts, settings)
     if not kept:
         settings = replace(settings, host_memory_bytes=smallest(setup.memory.demand).need_bytes)
         setup = prepare(what.staged, what.setup.layouts, settings)
     assert bool(setup.stash_bytes) == (not kept)
     return replace(what, settings=settings, setup=setup)
+
+
+#: Small enough that every step of the job is clipped.
+CLIP_NORM = 0.01
+
+#: The kinds of run that faults, kills and power cuts are tried on, by name. Another setting is one more entry.
+SETTINGS: Mapping[str, Callable[[], Job]] = {
+    "vertical": partial(job, "vertical"),
+    "horizontal": partial(job, "horizontal"),
+    "delayed": partial(delayed_job, "vertical", 0.5, kept=False),
+    "delayed, kept": partial(delayed_job, "vertical", 0.5, kept=True),
+    "delayed, horizontal": partial(delayed_job, "horizontal", 0.5, kept=False),
+    "clipped": partial(delayed_job, "vertical", 0.0, kept=False, clip_norm=CLIP_NORM),
+    "clipped, kept": partial(delayed_job, "vertical", 0.0, kept=True, clip_norm=CLIP_NORM),
+}
+#: Those that are left to a longer run where all would take long: each is much like another one.
+RARE = ("delayed, horizontal", "delayed, kept", "clipped, kept")
+#: Those that take another course than the rest, whose results must all be the same bits.
+CLIPPED = frozenset(name for name in SETTINGS if name.startswith("clipped"))
 
 
 def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | None = None) -> None:
@@ -215,6 +236,16 @@ def undisturbed(what: Job, directory: Path) -> Course:
             snapshots.append(snapshot(store))
     assert len({taken.checksums for taken in snapshots}) == NUM_STEPS + 1
     return Course(store=origin, losses=losses, snapshots=snapshots)
+
+
+def undisturbed_courses(directory: Path) -> dict[str, Course]:
+    """Of all settings: one course for those that do not clip, one for those that do."""
+    courses = {name: undisturbed(make(), directory / name) for name, make in SETTINGS.items()}
+    for clips in (False, True):
+        same = [course for name, course in courses.items() if (name in CLIPPED) == clips]
+        assert all(course.losses == same[0].losses and course.snapshots == same[0].snapshots for course in same)
+    assert courses["clipped"].losses[1:] != courses["vertical"].losses[1:]
+    return courses
 
 
 def copy_store(source: Path, target: Path) -> Path:

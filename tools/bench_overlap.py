@@ -1,0 +1,287 @@
+"""How well a step hides I/O and updates behind computing: python -m hoist.tools.bench_overlap --directory /nvme
+
+The model's layers sleep instead of computing, as an accelerator would: time passes, and no processor is used. A step
+is compared with the larger of the sleep in it and of its I/O at the bandwidth measured in the same run, for several
+delays, in one store that each run resumes. With real computation beside it: `bench_step.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.scheduler import memory
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.models import build_model
+from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.stages import StagedModel, split
+from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.tiers.footprint import warm_up
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
+from hoist.tiers.store import Store
+from hoist.tools.bench_step import draw_timeline
+from hoist.tools.sizes import parse_bytes, show_bytes
+
+HIDDEN, VOCAB, SEQ_LEN = 64, 512, 8
+#: Times the smallest budget that works, where none is given.
+BUDGET_FACTOR = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured: sizes and the time that a layer takes for one micro-batch."""
+
+    num_layers: int
+    layer_elements: int
+    """Weights of a layer, a multiple of 64."""
+    num_micro_batches: int
+    forward_seconds: float
+    backward_seconds: float
+    num_steps: int
+    """Counted steps of each delay; one more goes before them."""
+
+    @property
+    def sleep_seconds(self) -> float:
+        """Sleep in one step: every layer's forward twice, as the backward recomputes it, and its backward once."""
+        return self.num_layers * self.num_micro_batches * (2 * self.forward_seconds + self.backward_seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One delay's result. Times are medians over the steps, in seconds."""
+
+    delay: float
+    step_seconds: float
+    sleep_seconds: float
+    io_seconds: float
+    """Bytes read and written at the measured bandwidths, one after the other."""
+    ratio: float
+    """The step over the larger of the two."""
+    read_bytes: int
+    written_bytes: int
+    busy_seconds: dict[str, float]
+    """Per lane: at work."""
+    stall_seconds: dict[str, float]
+    """Per lane: idle while it still had work in the step."""
+    timeline: tuple[str, ...]
+    """The lanes during the last step."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Passes a tensor on; its backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class SleepingLayer(nn.Module):
+    """A decoder layer with many weights, of which a few take part: real gradients that cost next to nothing."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.table = nn.Embedding(job.layer_elements // HIDDEN, HIDDEN, device="meta")
+        self._forward_seconds = job.forward_seconds
+        self._backward_seconds = job.backward_seconds
+
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        time.sleep(self._forward_seconds)
+        rows = torch.arange(hidden_states.shape[1]) % self.table.num_embeddings
+        output: Tensor = _Sleep.apply(hidden_states + self.table(rows), self._backward_seconds)  # type: ignore[no-untyped-call]  # torch
+        return output
+
+
+def sleeping_model(job: Job) -> StagedModel:
+    """A small Llama whose layers are replaced."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=job.num_layers,
+        num_attention_heads=1,
+        intermediate_size=HIDDEN,
+        tie_word_embeddings=False,
+    )
+    model = build_model(config)
+    layers = model.get_submodule("model.layers")
+    if not isinstance(layers, nn.ModuleList):
+        raise TypeError(f"model.layers is a {type(layers).__name__}")
+    for number in range(job.num_layers):
+        layers[number] = SleepingLayer(job)
+    return split(model)
+
+
+def step_of(job: Job, number: int) -> list[dict[str, Tensor]]:
+    """The micro-batches of a step."""
+    generator = torch.Generator().manual_seed(number)
+    batches = []
+    for _ in range(job.num_micro_batches):
+        ids = torch.randint(0, VOCAB, (1, SEQ_LEN), generator=generator)
+        batches.append({"input_ids": ids, "labels": ids})
+    return batches
+
+
+@contextmanager
+def prepared(
+    directory: Path, job: Job, *, num_runs: int, host_memory_bytes: int | None
+) -> Iterator[tuple[StagedModel, IoEngine, Bandwidth, TrainerConfig, Path]]:
+    """A store at step 0, what trains in it, and the drive's bandwidth. All of it is removed afterwards."""
+    warm_up()
+    with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-overlap-") as folder:
+        bandwidth = measure_bandwidth(Path(folder), engine)
+        staged = sleeping_model(job)
+        layouts = lay_out_stages(staged)
+        config = TrainerConfig(
+            host_memory_bytes=host_memory_bytes or 2**50,
+            micro_batch_size=1,
+            seq_len=SEQ_LEN,
+            num_micro_batches=job.num_micro_batches,
+            optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
+            schedule=Schedule(kind="constant", lr=1e-4, num_steps=num_runs * (job.num_steps + 1)),
+            commit_every=10**6,
+        )
+        if host_memory_bytes is None:
+            demand = prepare(staged, layouts, replace(config, delay=1.0)).memory.demand
+            config = replace(config, host_memory_bytes=int(BUDGET_FACTOR * memory.smallest(demand).need_bytes))
+        store = Path(folder) / "store"
+        setup = prepare(staged, layouts, replace(config, delay=1.0))  # its scratch is the largest
+        create_store(store, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}).close()
+        yield staged, engine, bandwidth, config, store
+
+
+def measure(directory: Path, job: Job, delays: Sequence[float], *, host_memory_bytes: int | None) -> list[Row]:
+    """Run a few steps with each delay."""
+    with prepared(directory, job, num_runs=len(delays), host_memory_bytes=host_memory_bytes) as made:
+        staged, engine, bandwidth, config, store = made
+        return [
+            _measure_delay(store, staged, engine, bandwidth, replace(config, delay=delay), job) for delay in delays
+        ]
+
+
+def _measure_delay(
+    directory: Path, staged: StagedModel, engine: IoEngine, bandwidth: Bandwidth, config: TrainerConfig, job: Job
+) -> Row:
+    times: list[float] = []
+    metrics: list[StepMetrics] = []
+    timeline: list[str] = []
+    with (
+        Store.open(directory, engine=engine) as store,
+        Trainer(model=staged, store=store, engine=engine, config=config) as trainer,
+    ):
+        for number in range(job.num_steps + 1):
+            began = time.perf_counter()
+            done = trainer.step(step_of(job, trainer.step_number))
+            stopped = time.perf_counter()
+            if number:  # the first has no step before it to overlap with
+                times.append(stopped - began)
+                metrics.append(done)
+                timeline = draw_timeline(trainer.last_spans, began, stopped)
+        trainer.commit()
+    read_bytes = int(statistics.median(step.nvme_read_bytes for step in metrics))
+    written_bytes = int(statistics.median(step.nvme_written_bytes for step in metrics))
+    io_seconds = read_bytes / bandwidth.read_bytes_per_second + written_bytes / bandwidth.write_bytes_per_second
+    step_seconds = statistics.median(times)
+    lanes = metrics[0].busy_seconds
+    return Row(
+        delay=config.delay,
+        step_seconds=step_seconds,
+        sleep_seconds=job.sleep_seconds,
+        io_seconds=io_seconds,
+        ratio=step_seconds / max(job.sleep_seconds, io_seconds),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        busy_seconds={lane: statistics.median(step.busy_seconds[lane] for step in metrics) for lane in lanes},
+        stall_seconds={lane: statistics.median(step.stall_seconds[lane] for step in metrics) for lane in lanes},
+        timeline=tuple(timeline),
+    )
+
+
+def show(rows: Sequence[Row], load: float) -> None:
+    """Print the table, and the lanes of a step of each delay."""
+    table = Table(title=f"a step whose layers sleep, against its limits (medians; load before: {load:.1f})")
+    columns = ("delay", "step", "sleep", "I/O alone", "ratio", "compute busy", "waits", "io busy", "optim")
+    for column in (*columns, "read", "written"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.delay:g}",
+            f"{row.step_seconds:.2f} s",
+            f"{row.sleep_seconds:.2f} s",
+            f"{row.io_seconds:.2f} s",
+            f"{row.ratio:.3f}",
+            f"{row.busy_seconds['compute']:.2f} s",
+            f"{row.stall_seconds['compute']:.2f} s",
+            f"{row.busy_seconds['io']:.2f} s",
+            f"{row.busy_seconds['optim']:.2f} s",
+            show_bytes(row.read_bytes),
+            show_bytes(row.written_bytes),
+        )
+    console = Console()
+    console.print(table)
+    for row in rows:
+        console.print(f"\nlanes of one step, delay {row.delay:g}:")
+        for line in row.timeline:
+            console.print(line, markup=False, highlight=False)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(), help="where the store is made (and removed)")
+    parser.add_argument("--host-memory", help=f"budget; default: {BUDGET_FACTOR} times the smallest that works")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layer-elements", type=int, default=2**24, help="weights of a layer, a multiple of 64")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--forward-ms", type=float, default=10.0, help="of a layer and a micro-batch")
+    parser.add_argument("--backward-ms", type=float, default=20.0, help="beside the forward that it repeats")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of each delay")
+    parser.add_argument("--delay", type=float, action="append", help="repeat for more; default: 0 0.25 0.5 1")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    arguments = parser.parse_args()
+    if arguments.layer_elements < HIDDEN or arguments.layer_elements % HIDDEN:
+        parser.error(f"--layer-elements: {arguments.layer_elements} is not a positive multiple of {HIDDEN}")
+    job = Job(
+        num_layers=arguments.layers,
+        layer_elements=arguments.layer_elements,
+        num_micro_batches=arguments.micro_batches,
+        forward_seconds=arguments.forward_ms / 1e3,
+        backward_seconds=arguments.backward_ms / 1e3,
+        num_steps=arguments.steps,
+    )
+    load = os.getloadavg()[0]
+    budget = None if arguments.host_memory is None else parse_bytes(arguments.host_memory)
+    delays = arguments.delay or [0.0, 0.25, 0.5, 1.0]
+    rows = measure(arguments.directory.absolute(), job, delays, host_memory_bytes=budget)
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        show(rows, load)
+
+
+if __name__ == "__main__":
+    main()
