@@ -27,10 +27,11 @@ OWN_NAMES = frozenset(
         store_format.STAGES_DIRECTORY,
         store_format.SCRATCH_DIRECTORY,
         store_format.MODEL_DIRECTORY,
+        store_format.DRIVES_DIRECTORY,
     }
 )
 #: What the root of an ext4 file system holds when new: a drive may be mounted right at the store's directory.
-_IGNORED_NAMES = frozenset({"lost+found"})
+IGNORED_NAMES = frozenset({"lost+found"})
 #: Room for directories, indirect blocks and the commit records, beyond the files' own bytes.
 OVERHEAD_BYTES = 1 << 20
 #: The same, per file: a directory entry, an inode, extents.
@@ -62,7 +63,7 @@ def directory_state(directory: Path) -> DirectoryState:
             return DirectoryState.MISSING
         if not directory.is_dir():
             return DirectoryState.FOREIGN
-        names = {entry.name for entry in directory.iterdir()} - _IGNORED_NAMES
+        names = {entry.name for entry in directory.iterdir()} - IGNORED_NAMES
     except OSError as error:
         raise StoreRefusedError(f"{directory}: cannot be read: {error.strerror}") from error
     if names <= {store_format.LOCK_NAME}:
@@ -110,18 +111,20 @@ def check_writable(directory: Path) -> None:
         raise StoreRefusedError(f"{directory}: cannot be written: {why}; name another place for the store")
 
 
-def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) -> None:
+def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, freed_bytes: int | None = 0) -> None:
     """Raise StoreRefusedError if files of ``sizes`` bytes, and ``extra_bytes``, don't fit beside what others hold.
 
     Counts what an unprivileged user may take (reserved blocks excluded), and what removing the store that is at
-    ``directory`` now would give back.
+    ``directory`` now would give back, and ``freed_bytes``; None: nothing is removed.
     """
     place = directory if directory.exists() else directory.parent
     status = os.statvfs(place)
     block = status.f_frsize
     need = sum(-(-size // block) * block for size in sizes) + extra_bytes
     need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
-    free = status.f_bavail * block + _reclaimable_bytes(directory)
+    free = status.f_bavail * block
+    if freed_bytes is not None:
+        free += freed_bytes + sum(tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME})
     if need > free:
         raise StoreRefusedError(
             f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
@@ -129,12 +132,13 @@ def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) 
         )
 
 
-def _reclaimable_bytes(directory: Path) -> int:
-    total = 0
-    for name in OWN_NAMES - {store_format.LOCK_NAME}:
-        for parent, _, names in os.walk(directory / name):
-            total += sum(os.lstat(f"{parent}/{entry}").st_blocks * 512 for entry in names)
-    return total
+def tree_bytes(directory: Path) -> int:
+    """What the files below a directory take on its drive; links are not followed. 0 if it is not there."""
+    return sum(
+        os.lstat(f"{parent}/{entry}").st_blocks * 512
+        for parent, _, names in os.walk(directory)
+        for entry in names
+    )
 
 
 def allocate(path: Path, num_bytes: int) -> None:

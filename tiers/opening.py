@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoist.tiers import allocation, checksum, creation
+from hoist.tiers import allocation, checksum, creation, drives, inventory
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.errors import StoreFormatError
@@ -43,6 +43,7 @@ def metadata_crc32c(metadata: Mapping[str, bytes], layouts: Sequence[StageLayout
 
 def why_no_commit(directory: Path) -> str:
     """One line for people on why a directory without COMMIT.json cannot be opened."""
+    drives.refuse_drive(directory)
     match allocation.directory_state(directory):
         case DirectoryState.MISSING:
             return f"{directory}: does not exist; create the store first"
@@ -123,8 +124,8 @@ def _read_file(path: Path) -> bytes:
         raise StoreFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
-    """Remove what a killed writer left: a half-made commit and scratch."""
+def tidy(directory: Path, record: CommitRecord, layouts: Sequence[StageLayout], engine: IoEngine) -> None:
+    """Remove what a killed writer left: a half-made commit, scratch, and what `drives.tidy` says."""
     (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
     for path in (directory / store_format.CRC_DIRECTORY).iterdir():
         if path != directory / record.checksum_file:
@@ -132,3 +133,5 @@ def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
     scratch = directory / store_format.SCRATCH_DIRECTORY
     creation.remove_tree(scratch, engine)
     scratch.mkdir()
+    if (directory / store_format.DRIVES_DIRECTORY).is_dir():
+        drives.tidy(directory, record, inventory.all_chunks(directory, layouts))

@@ -1,4 +1,4 @@
-"""The command line: `hoist train`, `hoist export`, `hoist doctor`. Parses and calls; what a run shows is `show.py`'s.
+"""The command line: `hoist train`, `export`, `drives`, `doctor`. Parses and calls; what a run shows is `show.py`'s.
 
 Errors and exit codes are in `exits.py`. Heavy imports wait until a command runs, so that `--help` is quick.
 """
@@ -87,11 +87,12 @@ def train(
         str | None, typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="sdpa (default) or eager.")
     ] = None,
     store: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="DIR", rich_help_panel=_RUN,
             help="Directory on the NVMe drive, made if it is not there, resumed if it holds a store: what is not given "
-            "is then as it was. Default hoist-store.",
+            "is then as it was. Repeat it with a directory on each further drive to spread a new store over them, as "
+            "their measured speed allows. Default hoist-store.",
         ),
     ] = None,
     fresh: Annotated[
@@ -278,6 +279,52 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
         )
         typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
     return 0
+
+
+@app.command(
+    epilog="Examples:  [bold]hoist drives hoist-store[/]  |  [bold]hoist drives hoist-store --add /mnt/second/hoist[/]"
+)
+def drives(
+    store: Annotated[Path, typer.Argument(help="The store: its main directory.")],
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Take a directory on another drive into use; repeat for more."),
+    ] = None,
+    remove: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Move everything off a drive and take it out of use; repeat for more."),
+    ] = None,
+    io: Annotated[
+        str, typer.Option(metavar="NAME", show_default=False, help="I/O engine: auto (default), direct or kvikio.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the drives as JSON.")] = False,
+) -> int:
+    """Say which drives a store spans, or spread it over others; run it again to finish an interrupted change."""
+    return _drives(store, add or [], remove or [], io, as_json)
+
+
+def _drives(store: Path, add: list[Path], remove: list[Path], io: str, as_json: bool) -> int:
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools.drives import change, look, render
+    from hoist.tools.show import Display
+    from hoist.tools.sizes import show_bytes
+    from hoist.tools.stop import Stop
+
+    if add or remove:
+        with Stop() as stop, choose_engine(io) as engine, Display(Console(stderr=as_json)) as display:
+
+            def progress(done: int, total: int) -> None:
+                stop.check()
+                display.progress("moving chunks", done, total)
+
+            moved_bytes = change(store, engine, add=add, remove=remove, progress=progress)
+            display.notice(f"{show_bytes(moved_bytes)} moved")
+    uses = look(store)
+    if as_json:
+        typer.echo(json.dumps([use.to_json() for use in uses], indent=2))
+    else:
+        render(uses, Console())
+    return 0 if all(use.problem is None for use in uses) else 1
 
 
 @app.command(epilog="Example:  [bold]hoist doctor .[/]")

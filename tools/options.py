@@ -80,8 +80,8 @@ class TrainOptions:
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
     """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
-    store: str = "hoist-store"
-    """The store's directory: resumed if it is there, made if not."""
+    store: tuple[str, ...] = ("hoist-store",)
+    """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
     """Budget for host memory beyond the baseline of the process."""
     seq_len: int = 1024
@@ -159,8 +159,10 @@ class TrainOptions:
             raise ConfigError(f"--clip-norm: {self.clip_norm} is not allowed; give a norm, or 0 for no clipping")
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--dropout: {self.dropout} is not allowed; give a probability from 0 to below 1")
+        if not self.store:
+            raise ConfigError("--store: nothing given; name a directory, or leave the option out")
         for name in ("store", "model", "metrics"):
-            if getattr(self, name) == "":
+            if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
         self.trainer_config()
@@ -215,6 +217,11 @@ class TrainOptions:
         except ValueError as error:
             raise ConfigError(f"--host-memory: {error}") from error
 
+    @property
+    def main_store(self) -> str:
+        """The first of the store's directories: what the store is known by."""
+        return self.store[0]
+
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
         try:
@@ -259,6 +266,8 @@ def _from_text(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, (list, tuple)) else value
     kind = _kind(hint)
+    if name == "store":
+        return (value,)
     if name == "betas":
         return _parse_betas(value)
     if kind is int or kind is float:
@@ -325,7 +334,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name == "data" and isinstance(value, str):
+    if name in ("data", "store") and isinstance(value, str):
         return (value,)
     expected = _kind(hint)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -90,6 +90,8 @@ class RunStart:
     """Memory of the warmed-up process, which the budget comes on top of."""
     engine: str
     """The I/O engine's description of itself."""
+    drives: tuple[tuple[str, float], ...] = ()
+    """Directory and share, from 0 to 1, of each drive that the store spans; empty if it is in one directory."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
 

@@ -146,7 +146,7 @@ def test_a_resume_is_as_it_was(tmp_path: Path) -> None:
     kept = json.loads(json.dumps(before.remembered()))
     now, changed = make(store="s", metrics="f").resuming(kept)
     assert changed == ()
-    assert now == dataclasses.replace(before, store="s", metrics="f", given=frozenset({"store", "metrics"}))
+    assert now == dataclasses.replace(before, store=("s",), metrics="f", given=frozenset({"store", "metrics"}))
 
 
 def test_a_resume_takes_what_is_given_and_says_so() -> None:
