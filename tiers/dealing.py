@@ -49,7 +49,7 @@ def measured_bytes(layouts: Sequence[StageLayout]) -> int:
 
 
 def measure(
-    directories: Sequence[Path], engine: IoEngine, *, num_bytes: int = MEASURED_BYTES
+    directories: Sequence[Path], engine: IoEngine, num_bytes: int = MEASURED_BYTES
 ) -> tuple[MeasuredDirectory, ...]:
     """Measure each directory in turn with a temporary file of ``num_bytes``; one that is missing, in its parent.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch
 from hoist.tiers import allocation, checksum, creation, dealing, drives
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import Progress
+from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.drives import Drive, Marker
 from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
 from hoist.tiers.inventory import StoredChunk
@@ -76,12 +77,14 @@ def change_drives(
     remove: Sequence[Path] = (),
     progress: Progress | None = None,
     redeal: type[Redeal] | None = None,
+    measure: Callable[[Sequence[Path], IoEngine, int], Sequence[MeasuredDirectory]] = dealing.measure,
 ) -> int:
     """Take directories into use and others out of it, and move chunk files so that each drive has its share.
 
     The store is open for writing, and trained on by nobody. Returns the bytes of the files that were moved;
     ``progress`` gets these and their total. An interrupted call is finished by the same call again. ``redeal`` carries
-    the moves out, :class:`Redeal` unless a test wants another.
+    the moves out, :class:`Redeal` unless a test wants another; ``measure`` is asked, with how many bytes to do it, for
+    the speed of all directories that stay or join when one joins, so that they were measured at the same time.
 
     Raises StoreRefusedError with nothing changed: a directory that is not new or empty, not one of the store's, too
     small, or the store's own. After CorruptChunkError, TransferError and other failures the store is as committed, with
@@ -99,10 +102,13 @@ def change_drives(
     # Who takes a drive back into use that was about to leave has it measured like a new one.
     leaves = [drive for drive in old if not drive.weight]
     back = {drive.id for drive in leaves if any(_is(directory, places[drive.id]) for directory in add)}
-    wanted = _wanted(old, new, leaving, back, places, engine, dealing.measured_bytes(store.layouts))
+    wanted = _wanted(old, new, leaving)
+    if new or back:
+        places |= {drive.id: directory for drive, directory in zip(wanted[len(old) :], new, strict=True)}
+        staying = [drive for drive in wanted if drive.weight or drive.id in back]
+        speeds = measure([places[drive.id] for drive in staying], engine, dealing.measured_bytes(store.layouts))
+        wanted = _measured(wanted, {drive.id: speed for drive, speed in zip(staying, speeds, strict=True)})
     chunks = store.chunk_files()
-    for drive, directory in zip(wanted[len(old) :], new, strict=True):
-        places[drive.id] = directory
     _check_space(moves(chunks, main, wanted), places)
     for drive in wanted[len(old) :]:
         creation.make_directory(places[drive.id])
@@ -138,44 +144,30 @@ def _find(directory: Path, places: dict[str, Path], known: Sequence[Drive], main
     raise StoreRefusedError(f"{directory}: is not a drive of the store {main}; its further drives: {others}")
 
 
-def _wanted(
-    old: Sequence[Drive],
-    new: Sequence[Path],
-    leaving: set[str],
-    back: set[str],
-    places: dict[str, Path],
-    engine: IoEngine,
-    num_measured_bytes: int,
-) -> tuple[Drive, ...]:
-    """The drives as they are to be: those that leave with a weight of 0, the new ones last, and all measured."""
-    unknown = [
-        drive
-        for drive in old
-        if drive.id not in leaving and (drive.id in back or (new and drive.read_bytes_per_second is None))
-    ]
-    directories = [*(places[drive.id] for drive in unknown), *new]
-    measured = dealing.measure(directories, engine, num_bytes=num_measured_bytes)
-    by_id = dict(zip((drive.id for drive in unknown), measured, strict=False))
+def _wanted(old: Sequence[Drive], new: Sequence[Path], leaving: set[str]) -> tuple[Drive, ...]:
+    """The drives as they are to be: those that leave with a weight of 0, the new ones, not measured yet, last."""
+    staying = [replace(drive, weight=0.0) if drive.id in leaving else drive for drive in old]
     first = 1 + max(int("0" if drive.is_main else drive.path.rpartition("/")[2]) for drive in old)
-    joining = [
+    joining = (
         Drive(id=str(uuid.uuid4()), path=f"{store_format.DRIVES_DIRECTORY}/{number}")
         for number in range(first, first + len(new))
-    ]
-    by_id |= dict(zip((drive.id for drive in joining), measured[len(unknown) :], strict=True))
-    wanted = []
-    for drive in (*old, *joining):
-        if drive.id in leaving:
-            drive = replace(drive, weight=0.0)
-        elif drive.id in by_id:
-            speed = by_id[drive.id]
-            drive = replace(
-                drive,
-                weight=speed.weight,
-                read_bytes_per_second=speed.read_bytes_per_second,
-                write_bytes_per_second=speed.write_bytes_per_second,
-            )
-        wanted.append(drive)
-    return tuple(wanted)
+    )
+    return (*staying, *joining)
+
+
+def _measured(known: Sequence[Drive], speeds: Mapping[str, MeasuredDirectory]) -> tuple[Drive, ...]:
+    """The drives with the speeds that were measured, and weights that follow from them."""
+    return tuple(
+        replace(
+            drive,
+            weight=speeds[drive.id].weight,
+            read_bytes_per_second=speeds[drive.id].read_bytes_per_second,
+            write_bytes_per_second=speeds[drive.id].write_bytes_per_second,
+        )
+        if drive.id in speeds
+        else drive
+        for drive in known
+    )
 
 
 def _check_space(planned: Sequence[Move], places: dict[str, Path]) -> None:
