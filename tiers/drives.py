@@ -283,6 +283,14 @@ def check_present(store: Path, record: CommitRecord) -> None:
             _check_drive(store, record, drive)
 
 
+def place(store: Path, drive: Drive) -> Path:
+    """The drive's directory, as a path to show; if its link is missing, where that should be."""
+    try:
+        return drive.directory(store)
+    except StoreRefusedError:
+        return store / drive.path
+
+
 def problem(store: Path, record: CommitRecord, drive: Drive) -> str | None:
     """Why :func:`check_present` would refuse the store for this drive; None if it would not."""
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from hoist.tiers import allocation, drives, inventory, opening
 from hoist.tiers.allocation import DirectoryState, Progress
@@ -23,6 +22,9 @@ from hoist.tiers.lock import StoreLock
 from hoist.tiers.redeal import change_drives, drive_of
 from hoist.tiers.store import Store
 from hoist.tools.sizes import show_bytes
+
+#: What is said of a drive whose share is 0.
+_LEAVING = "           is leaving the store, and was interrupted: remove it again to finish"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,9 @@ def shares(record: CommitRecord, store: Path) -> tuple[tuple[str, float], ...]:
     total = sum(drive.weight for drive in known)
     if len(known) == 1:
         return ()
-    return tuple((os.path.relpath(drive.directory(store)), drive.weight / total) for drive in known)
+    directories = [drive.directory(store) for drive in known]
+    shown = [os.path.relpath(place) if place.is_relative_to(Path.cwd()) else str(place) for place in directories]
+    return tuple((name, drive.weight / total) for name, drive in zip(shown, known, strict=True))
 
 
 def look(store: Path) -> tuple[DriveUse, ...]:
@@ -77,7 +81,7 @@ def look(store: Path) -> tuple[DriveUse, ...]:
     problems = {drive.id: drives.problem(store, found.record, drive) for drive in known}
     return tuple(
         DriveUse(
-            directory=str(store if drive.is_main else os.path.realpath(store / drive.path)),
+            directory=str(drives.place(store, drive)),
             main=drive.is_main,
             share=drive.weight / total,
             num_files=len(held[drive.id]),
@@ -121,25 +125,16 @@ def follow(store: Path, named: Sequence[Path]) -> None:
 
 
 def render(uses: Sequence[DriveUse], console: Console) -> None:
-    """Show the drives: a line for each."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("directory", overflow="fold")
-    for name in ("share", "files", "bytes", "read/s", "write/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    """Show the drives: a line for each, and below it what is wrong with it."""
+    rows = [("share", "files", "bytes", "read/s", "written/s", "directory")]
     for use in uses:
-        speeds = [
-            "" if speed is None else show_bytes(int(speed))
+        read, written = (
+            "-" if speed is None else show_bytes(int(speed))
             for speed in (use.read_bytes_per_second, use.write_bytes_per_second)
-        ]
-        leaving = "" if use.share else "leaving the store: run the command that removes it again"
-        table.add_row(
-            use.directory,
-            f"{use.share:.0%}",
-            str(use.num_files),
-            show_bytes(use.num_bytes),
-            *speeds,
-            use.problem or leaving,
         )
-    console.print(table)
-
+        rows.append((f"{use.share:.0%}", str(use.num_files), show_bytes(use.num_bytes), read, written, use.directory))
+    notes = ["", *(use.problem or ("" if use.share else _LEAVING) for use in uses)]
+    for (*numbers, directory), note in zip(rows, notes, strict=True):
+        for line in (" ".join(f"{cell:>10}" for cell in numbers) + f"  {directory}", note):
+            if line:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)

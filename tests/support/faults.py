@@ -24,6 +24,7 @@ from hoist.scheduler.memory import smallest
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
@@ -135,7 +136,14 @@ def delayed_job(plan: Order, delay: float, *, kept: bool) -> Job:
     return replace(what, settings=settings, setup=setup)
 
 
-def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | None = None) -> None:
+def create(
+    what: Job,
+    directory: Path,
+    engine: IoEngine,
+    *,
+    source: Source | None = None,
+    drives: Sequence[MeasuredDirectory] = (),
+) -> None:
     """Make the job's store, at step 0, and close it. ``source``: other weights than the job's."""
     create_store(
         directory,
@@ -144,6 +152,7 @@ def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | Non
         engine=engine,
         source=source or from_weights(what.weights),
         attributes={"test": True},
+        drives=drives,
     ).close()
 
 
