@@ -111,25 +111,28 @@ def check_writable(directory: Path) -> None:
         raise StoreRefusedError(f"{directory}: cannot be written: {why}; name another place for the store")
 
 
-def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, freed_bytes: int | None = 0) -> None:
+def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, freed_bytes: int = 0) -> None:
     """Raise StoreRefusedError if files of ``sizes`` bytes, and ``extra_bytes``, don't fit beside what others hold.
 
-    Counts what an unprivileged user may take (reserved blocks excluded), and what removing the store that is at
-    ``directory`` now would give back, and ``freed_bytes``; None: nothing is removed.
+    Counts what an unprivileged user may take (reserved blocks excluded), and ``freed_bytes``, which will be given back
+    before.
     """
     place = directory if directory.exists() else directory.parent
     status = os.statvfs(place)
     block = status.f_frsize
     need = sum(-(-size // block) * block for size in sizes) + extra_bytes
     need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
-    free = status.f_bavail * block
-    if freed_bytes is not None:
-        free += freed_bytes + sum(tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME})
+    free = status.f_bavail * block + freed_bytes
     if need > free:
         raise StoreRefusedError(
             f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
             f"{free} bytes ({free / 2**30:.2f} GiB) are free; free some, or name a place on a larger drive"
         )
+
+
+def store_bytes(directory: Path) -> int:
+    """What removing the store at ``directory``, if there is one, would give back on its own drive."""
+    return sum(tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME})
 
 
 def tree_bytes(directory: Path) -> int:

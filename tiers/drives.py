@@ -82,7 +82,7 @@ class Drive:
         if self.is_main:
             return store
         try:
-            return Path(os.readlink(store / self.path))  # noqa: PTH115
+            return _target(store / self.path)
         except OSError as error:
             raise StoreRefusedError(
                 f"{store / self.path}: is not the link to a drive that it should be ({error.strerror}; copying a "
@@ -221,10 +221,13 @@ def claimed(directory: Path) -> Iterator[None]:
     """While the block runs, no other process takes the directory for a store. Raises StoreLockedError if one does."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreLockedError(f"{directory}: another process is taking it for its store; name another") from error
+        except OSError as error:
+            raise StoreRefusedError(f"{directory}: its file system cannot lock it: {error.strerror}") from error
         yield
-    except BlockingIOError as error:
-        raise StoreLockedError(f"{directory}: another process is taking it for its store; name another") from error
     finally:
         os.close(descriptor)
 
@@ -235,7 +238,7 @@ def check_space(
     """Raise StoreRefusedError if the files that each directory is to hold don't fit where it is.
 
     ``shares``: per directory, sizes in bytes, the main one's first; those on one file system are counted together.
-    ``extra_bytes`` is for the main directory. What the drives ``old`` of a store that is replaced hold will be free.
+    ``extra_bytes`` is for the main directory. What the store there and its drives ``old`` hold now will be free.
     """
     by_device: dict[int, list[tuple[Path, Sequence[int]]]] = {}
     for directory, sizes in shares:
@@ -243,12 +246,14 @@ def check_space(
         by_device.setdefault(place.stat().st_dev, []).append((directory, sizes))
     for device, together in by_device.items():
         directories = [directory for directory, _ in together]
-        freed = [drive / store_format.STAGES_DIRECTORY for drive in old if drive.stat().st_dev == device]
+        freed = {os.path.realpath(drive) for drive in old if drive.stat().st_dev == device}
+        has_main = shares[0][0] in directories
         allocation.check_space(
             directories[0],
             [size for _, sizes in together for size in sizes],
-            extra_bytes=extra_bytes if shares[0][0] in directories else 0,
-            freed_bytes=sum(map(allocation.tree_bytes, freed)),
+            extra_bytes=extra_bytes if has_main else 0,
+            freed_bytes=sum(allocation.tree_bytes(Path(drive, store_format.STAGES_DIRECTORY)) for drive in freed)
+            + (allocation.store_bytes(shares[0][0]) if has_main else 0),
         )
 
 
@@ -273,14 +278,17 @@ def entry_target(path: str, relative: Path) -> str:
 # --- an existing store --------------------------------------------------------------------------------------------
 
 
-def check_present(store: Path, record: CommitRecord) -> None:
+def check_present(store: Path, record: CommitRecord, *, writable: bool) -> None:
     """Raise StoreRefusedError, naming the directory, unless every drive of the store is where it should be.
 
-    Also if the drives belong to a store of which ``store`` is a copy: two stores would write to the same files.
+    Also if one may not be written that is to be ``writable``, and if the drives belong to a store of which ``store`` is
+    a copy: two stores would write to the same files.
     """
     for drive in registered(record, store):
         if not drive.is_main:
             _check_drive(store, record, drive)
+            if writable:
+                allocation.check_writable(drive.directory(store))
 
 
 def place(store: Path, drive: Drive) -> Path:
@@ -331,7 +339,7 @@ def tidy(store: Path, record: CommitRecord, chunks: Sequence[StoredChunk]) -> No
     for link in sorted(folder.iterdir()) if folder.is_dir() else ():
         if f"{store_format.DRIVES_DIRECTORY}/{link.name}" in drives or not link.is_symlink():
             continue
-        target = Path(os.readlink(link))  # noqa: PTH115
+        target = _target(link)
         marker = Marker.read(target)
         if marker is not None and marker.store_id == record.store_id and marker.drive_id not in ids:
             if any(_leads_to(chunk.path, link.name) for chunk in chunks):
@@ -414,7 +422,7 @@ def linked(store: Path) -> list[Path]:
     folder = store / store_format.DRIVES_DIRECTORY
     for link in sorted(folder.iterdir()) if store_id is not None and folder.is_dir() else ():
         if link.is_symlink():
-            directory = Path(os.readlink(link))  # noqa: PTH115
+            directory = _target(link)
             with contextlib.suppress(StoreRefusedError):
                 marker = Marker.read(directory)
                 if marker is not None and marker.store_id == store_id and directory not in found:
@@ -430,6 +438,11 @@ def clear(directory: Path) -> None:
     marker = directory / store_format.DRIVE_MARKER_NAME
     marker.with_name(marker.name + _TEMPORARY_SUFFIX).unlink(missing_ok=True)
     marker.unlink(missing_ok=True)
+
+
+def _target(link: Path) -> Path:
+    """Where a link to a drive leads, whether or not anything is there. Raises OSError if it is no link."""
+    return link.parent / link.readlink()  # hoist's are absolute
 
 
 def _names(directory: Path) -> set[str] | None:

@@ -178,7 +178,7 @@ def _check_space(planned: Sequence[Move], places: dict[str, Path]) -> None:
         coming.setdefault((place if place.exists() else place.parent).stat().st_dev, []).append(move)
     for together in coming.values():
         place = places[together[0].target.id]
-        allocation.check_space(place, [move.chunk.num_bytes for move in together], freed_bytes=None)
+        allocation.check_space(place, [move.chunk.num_bytes for move in together])
 
 
 class Redeal:

@@ -253,7 +253,7 @@ class Store:
             if writable:
                 opening.settle_commit(directory)
             found = opening.read(directory)
-            store_drives.check_present(directory, found.record)
+            store_drives.check_present(directory, found.record, writable=writable)
             store = cls(
                 directory=directory,
                 engine=engine,

@@ -105,8 +105,8 @@ def change(
         return change_drives(
             opened,
             engine,
-            add=[directory.absolute() for directory in add],
-            remove=[directory.absolute() for directory in remove],
+            add=[Path(os.path.abspath(directory)) for directory in add],  # noqa: PTH100 (links keep their names)
+            remove=[Path(os.path.abspath(directory)) for directory in remove],  # noqa: PTH100
             progress=progress,
         )
 

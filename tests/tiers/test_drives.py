@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -291,6 +292,33 @@ def test_a_second_drive_that_fills_up_meanwhile(tmp_path: Path) -> None:
     assert re.search(r"small/drive/stages/.* cannot reserve \d+ bytes: No space left on device", message)
 
 
+def replace_on_a_small_drive(folder: Path, num_bytes: int) -> str | None:
+    """In a process of its own: start over in a store with more on its second drive, a tmpfs, than fits there."""
+    small = folder / "small"
+    small.mkdir()
+    if not mount_small_drive(small, num_bytes):
+        return None
+    places = [folder / "store", small / "drive"]
+    with DirectEngine(num_threads=1) as engine:
+        with create(places[0], engine, drives=told(places)) as store:
+            fill(store, engine, 1)
+            commit(store, 0)
+        before = contents(folder)
+        with pytest.raises(StoreRefusedError) as raised:
+            create(places[0], engine, drives=told(places, [1.0, 1000.0]), fresh=True)
+        assert contents(folder) == before
+    return str(raised.value)
+
+
+def test_what_fresh_gives_back_is_counted_once(tmp_path: Path) -> None:
+    """Half of the store's 0.5 MB fits beside the 1 MiB that is kept free, all of it does not."""
+    code, message = run_in_process(replace_on_a_small_drive, tmp_path, 1_450_000)
+    assert code == 0
+    if message is None:
+        pytest.skip("no small file system can be mounted here")
+    assert f"{tmp_path}/small/drive: too little free space: the store needs" in message
+
+
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +339,29 @@ def test_a_drive_that_is_not_there(store: Path, engine: IoEngine, writable: bool
     drive.mkdir()
     line = refusal(engine, store, writable=writable)
     assert line == f"{drive}: should be a drive of the store {store} and holds none (not mounted?){advice}"
+
+
+def open_on_read_only_drive(folder: Path) -> str | None:
+    """In a process of its own: the store's second drive is mounted read-only when it is opened."""
+    drive = folder / "drive1"
+    drive.mkdir()
+    if not mount_small_drive(drive, 4 << 20):
+        return None
+    with direct_engine() as engine, spread(folder, engine):
+        pass
+    subprocess.run(["mount", "-o", "remount,ro", str(drive)], check=True)
+    with direct_engine() as engine:
+        with Store.open(folder / "store", engine=engine, writable=False, check="crc"):
+            pass
+        return refusal(engine, folder / "store")
+
+
+def test_a_drive_that_cannot_be_written(tmp_path: Path) -> None:
+    code, message = run_in_process(open_on_read_only_drive, tmp_path)
+    assert code == 0
+    if message is None:
+        pytest.skip("no small file system can be mounted here")
+    assert message.startswith(f"{tmp_path}/drive1: cannot be written: its file system is mounted read-only; name")
 
 
 def test_a_drive_of_another_store(store: Path, engine: IoEngine, tmp_path: Path) -> None:

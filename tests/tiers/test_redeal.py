@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hoist.tiers.drives import Drive
 from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
-from hoist.tiers.redeal import Redeal, change_drives, moves
+from hoist.tiers.redeal import Move, Redeal, change_drives, moves
 from hoist.tiers.store import Store
 from tests.support.drives import chunk_files, contents, directories, speeds, told
 from tests.support.faults import quick_directory
@@ -129,6 +130,49 @@ def test_the_engine_reads_the_moved_files_not_the_old_ones(store: Path, engine: 
         assert list(opened.verify()) == []
     with DirectEngine(num_threads=1) as other, Store.open(store, engine=other, check="crc") as opened:
         assert read_version(opened, other, 0, 0, range(1, 4)) == 3
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_the_order_of_a_move(tmp_path: Path, engine: IoEngine, join: bool) -> None:
+    """Stage by stage, each step for all of a stage's files before the next; the list of drives is right throughout."""
+    store = make(tmp_path, engine, 1 if join else 2)
+    log: list[tuple[str, str]] = []
+    stage = ""
+
+    class Logging(Redeal):
+        def copy(self, move: Move, number: int) -> None:
+            nonlocal stage
+            stage = move.chunk.stage
+            log.append(("copy", stage))
+            listed = drives.registered(opening.read(store).record, store)
+            assert [bool(drive.weight) for drive in listed] == [True, join]
+            super().copy(move, number)
+            assert move.chunk.path.is_symlink() != join  # still the old one
+
+        def secure(self, batch: Sequence[Move]) -> None:
+            log.append(("secure", stage))
+            super().secure(batch)
+
+        def switch(self, move: Move, number: int) -> None:
+            log.append(("switch", move.chunk.stage))
+            super().switch(move, number)
+            assert move.chunk.path.is_symlink() == join
+
+        def settle(self) -> None:
+            log.append(("settle", stage))
+            super().settle()
+
+        def remove(self, move: Move) -> None:
+            log.append(("remove", move.chunk.stage))
+            super().remove(move)
+
+    drive = [tmp_path / "drive1"]
+    change(store, engine, add=drive if join else [], remove=[] if join else drive, redeal=Logging)
+    assert [step for step, _ in groupby(log)] == [(step, name) for name in _stages(store) for step in STEPS]
+
+
+def _stages(store: Path) -> list[str]:
+    return [layout.name for layout in opening.read(store).layouts]
 
 
 def test_nothing_to_do_moves_nothing(tmp_path: Path, engine: IoEngine) -> None:
