@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.optim.schedules import Schedule
@@ -12,6 +12,11 @@ from hoist.scheduler.errors import ConfigError
 
 #: How the micro-batches of a step pass through the stages.
 Order = Literal["vertical", "horizontal"]
+#: When updates of a clipped step are made.
+ClipMode = Literal["exact", "speculative"]
+#: Without a word on commits: so many steps between them, or so many minutes where they write what is kept in memory.
+DEFAULT_COMMIT_STEPS = 10
+DEFAULT_COMMIT_MINUTES = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +39,11 @@ class TrainerConfig:
     """True: biases and norms are not decayed. False, as in torch: all parameters are."""
     clip_norm: float = 0.0
     """Largest global norm of a step's gradients; larger ones are scaled down to it. 0: no clipping. Clipping delays
-    every update into the next step, as the norm is known only when all gradients are."""
+    updates into the next step, as the norm is known only when all gradients are; see ``clip_mode``."""
+    clip_mode: ClipMode = "exact"
+    """``exact``: every update waits for the norm. ``speculative``: those that ``delay`` leaves to the backward are made
+    at once, unscaled, and made again from the version before if the norm turns out too large: the same results. Needs
+    a store of three slots, or a commit at every step."""
     max_skipped_steps: int = 5
     """With clipping, a step whose gradients are not finite is skipped; so many in a row end the run."""
     delay: float = 0.0
@@ -43,25 +52,53 @@ class TrainerConfig:
     """``horizontal`` gives the same results with the traffic of a micro-batch-major engine; for comparisons."""
     seed: int = 0
     """Seeds dropout masks, which depend on (seed, step, stage, micro-batch) alone."""
-    commit_every: int = 10
-    """Steps between commits."""
+    commit_every: int | None = None
+    """Steps between commits; None: see ``commit_minutes``."""
+    commit_minutes: float | None = None
+    """Minutes after which a commit is due at the latest. If this and ``commit_every`` are None: 10 minutes where states
+    are kept in memory, which a commit must write, else 10 steps."""
     max_piece_elements: int = 2**20
     """Largest unit of I/O and update (elements, a multiple of 4096); made smaller where the budget is short."""
     resident_weights: bool = True
-    """Use host memory that is left over to keep the weights of the last stages from step to step."""
+    """Use host memory that is left over at last to keep the compute weights of the last stages."""
+    residency: float = 1.0
+    """Largest share (0 to 1) of the states that host memory that is left over keeps from step to step."""
     validate: bool = False
     """Re-check residency after every op; for tests."""
 
     @property
     def delay_in_force(self) -> float:
-        """The delay that is used: all of it where gradients are clipped."""
-        return 1.0 if self.clip_norm else self.delay
+        """The delay that is used: all of it where every update waits for the norm."""
+        return 1.0 if self.clip_norm and self.clip_mode == "exact" else self.delay
+
+    @property
+    def speculates(self) -> bool:
+        """Updates are made before the norm is known."""
+        return bool(self.clip_norm) and self.clip_mode == "speculative"
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that each chunk of the store must have."""
+        return 3 if self.speculates and self.commit_every != 1 else 2
+
+    def commit_rule(self, *, keeps_states: bool) -> tuple[int | None, float | None]:
+        """Steps and minutes after which a commit is due, whichever is first; None: these do not count.
+
+        ``keeps_states``: states are kept in memory, which a commit must write.
+        """
+        if self.commit_every is None and self.commit_minutes is None:
+            return (None, DEFAULT_COMMIT_MINUTES) if keeps_states else (DEFAULT_COMMIT_STEPS, None)
+        return self.commit_every, self.commit_minutes
 
     def __post_init__(self) -> None:
-        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every"):
+        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "commit_minutes"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and not value > 0:
                 raise ConfigError(f"{name}: {value} is not positive")
+        if not 0.0 <= self.residency <= 1.0:
+            raise ConfigError(f"residency: {self.residency} is not a share from 0 to 1")
+        if self.clip_mode not in get_args(ClipMode):
+            raise ConfigError(f"clip_mode: {self.clip_mode!r} is not one of {', '.join(get_args(ClipMode))}")
         if not 0.0 <= self.delay <= 1.0:
             raise ConfigError(f"delay: {self.delay} is not a share from 0 to 1")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):

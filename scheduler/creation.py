@@ -74,6 +74,7 @@ def create_store(
         layouts=setup.layouts,
         attributes=attributes,
         engine=engine,
+        num_slots=setup.num_slots,
         scratch_bytes=setup.scratch_bytes,
         drives=drives,
         fresh=fresh,

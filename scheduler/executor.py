@@ -332,7 +332,7 @@ class Executor:
 def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneTime]:
     """Busy and stalled seconds of every lane between two times. A lane that is idle before its last op is stalled."""
     times: dict[Lane, LaneTime] = {}
-    for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM):
+    for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM, Lane.COMMIT):
         parts = sorted((max(span.start, start), min(span.stop, stop)) for span in spans if span.op.lane is lane)
         busy = 0.0
         reached = start

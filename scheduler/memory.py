@@ -6,11 +6,13 @@ is carved up accordingly is `tiers/arena.py`; the plan that uses the buffers is 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers
+from hoist.scheduler.residency import Candidate, Keep, Kept, kept_of
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 
@@ -31,6 +33,8 @@ MIN_SLOTS = 2
 MAX_SLOTS = 4
 #: Rings of slots (staging and states) grow while they take at most this share of the budget.
 RING_SHARE = 0.25
+#: Bytes of traffic that a byte of room for waiting gradients or boundary activations saves: one write, one read.
+SPILL_VALUE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +68,11 @@ class Demand:
     max_piece_elements: int
     """Largest piece that is of use, in elements: see :func:`piece_limit`."""
     delayed: bool
-    """Some updates are delayed into the next step: their gradients must wait."""
+    """Some gradients must wait for the next step: their updates are delayed, or may have to be made again."""
     horizontal: bool
     """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
+    keepable: tuple[Candidate, ...] = ()
+    """What may stay in host memory from step to step, the best first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +90,25 @@ class MemoryPlan:
     num_kept_gradients: int
     """Stages, counted from the last, with a gradient buffer of their own, where gradients can wait."""
     num_resident: int
-    """Stages, counted from the last, whose weights stay in memory from step to step."""
+    """Stages, counted from the last, whose compute weights stay in their buffers from step to step."""
+    num_kept: int = 0
+    """Candidates, counted from the best, that stay in host memory from step to step."""
+
+    @property
+    def kept(self) -> Kept:
+        """What stays in host memory from step to step."""
+        return kept_of(self.demand.keepable[: self.num_kept], len(self.demand.stages))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Region of what stays there."""
+        return sum(candidate.num_bytes for candidate in self.demand.keepable[: self.num_kept])
+
+    @property
+    def kept_state_bytes(self) -> int:
+        """The part of it that is written by commits alone."""
+        kept = self.demand.keepable[: self.num_kept]
+        return sum(candidate.num_bytes for candidate in kept if candidate.keep is not Keep.FROZEN)
 
     @property
     def weight_bytes(self) -> int:
@@ -138,7 +162,8 @@ class MemoryPlan:
     def arena_bytes(self) -> int:
         """The arena: everything that is leased."""
         fixed = self.demand.loan_bytes + self.demand.block_bytes
-        return self.weight_bytes + self.gradient_bytes + fixed + self.ring_bytes + self.activation_bytes
+        spilled = self.ring_bytes + self.activation_bytes
+        return self.weight_bytes + self.gradient_bytes + fixed + spilled + self.kept_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -147,7 +172,7 @@ class MemoryPlan:
 
     @property
     def need_bytes(self) -> int:
-        """The formula: weight buffers + gradients + loans + block + rings + activations + workspace + contexts."""
+        """The formula: weights, gradients, loans, block, rings, activations, kept states, workspace and contexts."""
         return self.arena_bytes + self.workspace_bytes
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -159,15 +184,17 @@ class MemoryPlan:
             ("a block of a gradient", self.demand.block_bytes),
             ("staging and optimizer pieces", self.ring_bytes),
             ("boundary activations", self.activation_bytes),
+            ("states kept from step to step", self.kept_bytes),
             ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
             ("masks, positions, batches", self.demand.context_bytes),
         )
 
-    def buffers(self, delayed_from: Sequence[int] = ()) -> Buffers:
+    def buffers(self, delayed_from: Sequence[int] = (), *, speculative: bool = False) -> Buffers:
         """What a plan may use. Buffers 0 and 1 alternate between streamed stages; the others have their own.
 
-        ``delayed_from``: see :class:`Buffers`.
+        ``delayed_from``, ``speculative``: see :class:`Buffers`.
         """
+        kept = self.kept
         count = len(self.demand.stages)
         streamed = count - self.num_resident
         weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
@@ -180,6 +207,10 @@ class MemoryPlan:
             num_staging=self.num_staging,
             num_states=self.num_states,
             num_activations=self.num_activations,
+            speculative=speculative,
+            kept_weights=kept.weights,
+            kept_moments=kept.moments,
+            kept_frozen=kept.frozen,
         )
 
     def weight_offset(self, stage: int) -> int:
@@ -234,12 +265,16 @@ def _smallest_piece(demand: Demand) -> int:
     return piece
 
 
-def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) -> MemoryPlan:
-    """Divide a budget among the buffers, what saves the most waiting first.
+def divide(
+    demand: Demand, *, budget_bytes: int, resident_weights: bool = True, max_kept_bytes: int | None = None
+) -> MemoryPlan:
+    """Divide a budget among the buffers: first what overlap needs, then what saves the most traffic.
 
-    From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward),
-    larger and more pieces, boundary activations that needn't be spilled, gradients that wait (for the next micro-batch
-    in micro-batch-major order, or for delayed updates), and last the weights of stages that then needn't be read again.
+    From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward) and
+    larger and more pieces; then states that stay from step to step, as long as a byte of them saves more than a byte of
+    the next two; boundary activations that needn't be spilled; gradients that wait (for the next micro-batch in
+    micro-batch-major order, or for delayed updates); the other states; and last the compute weights of stages, which
+    then needn't be put together from their halves again. ``max_kept_bytes`` limits the states.
     Raises BudgetError with the smallest budget that works.
     """
     plan = smallest(demand)
@@ -263,6 +298,17 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
     # One chain of enlargements, left at the first that does not fit: a larger budget only goes further along it.
     while (bigger := _next_ring(plan)) != plan and bigger.ring_bytes <= ring_limit and take(bigger):
         pass
+
+    sums = list(accumulate((candidate.num_bytes for candidate in demand.keepable), initial=0))
+
+    def keep(more_than: float) -> None:
+        """Take candidates in order, while they are worth more and fit."""
+        room = sums[plan.num_kept] + budget_bytes - plan.need_bytes
+        fitting = bisect_right(sums, room if max_kept_bytes is None else min(room, max_kept_bytes)) - 1
+        worthy = bisect_left(demand.keepable, -more_than, key=lambda candidate: -candidate.value)
+        take(replace(plan, num_kept=max(plan.num_kept, min(fitting, worthy))))
+
+    keep(more_than=SPILL_VALUE)
     if demand.activation_bytes:
         spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
         take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
@@ -270,6 +316,7 @@ def divide(demand: Demand, *, budget_bytes: int, resident_weights: bool = True) 
         while plan.num_kept_gradients < len(demand.stages):
             if not take(replace(plan, num_kept_gradients=plan.num_kept_gradients + 1)):
                 break
+    keep(more_than=0.0)
     while resident_weights and plan.num_resident < len(demand.stages):
         if not take(replace(plan, num_resident=plan.num_resident + 1)):
             break

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hoist.scheduler.memory import GRADIENT_BYTES, STAGING_BYTES, STATE_BYTES, MemoryPlan
 from hoist.tiers.arena import Arena
+from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import (
     CHUNK_QUANTUM_ELEMENTS,
     TENSOR_ALIGN_ELEMENTS,
@@ -97,17 +98,39 @@ class StateSlot:
         )
 
 
+class KeptChunk:
+    """What stays in host memory of one chunk from step to step: its arrays, as they are on NVMe."""
+
+    def __init__(self, start: int, arrays: Mapping[StateArray, Tensor]) -> None:
+        #: First element of the chunk, counted in the stage.
+        self._start = start
+        #: uint8, as far as pieces cover the chunk.
+        self.arrays = dict(arrays)
+
+    def bytes_of(self, array: StateArray, piece: Piece) -> Tensor:
+        """uint8 view of a piece of a kept array."""
+        itemsize = array.itemsize
+        return self.arrays[array][itemsize * (piece.start - self._start) : itemsize * (piece.stop - self._start)]
+
+
 class StagePlaces:
     """One stage's views of the weight and gradient regions."""
 
-    def __init__(self, layout: StageLayout, borrowed: Sequence[Borrowed], weights: Tensor, gradients: Tensor) -> None:
+    def __init__(
+        self,
+        layout: StageLayout,
+        borrowed: Sequence[Borrowed],
+        weights: Tensor,
+        gradients: Tensor,
+        kept_frozen: Tensor | None,
+    ) -> None:
         self.layout = layout
         self.borrowed = tuple(borrowed)
         floats = _float_bytes(layout, borrowed)
         #: float32: own tensors at their layout offsets, then borrowed ones.
         self.weights = weights[:floats].view(torch.float32)
-        #: uint8: the frozen array as it is stored.
-        self.frozen = weights[floats : floats + layout.frozen_bytes]
+        #: uint8: the frozen array as it is stored; behind the weights, or where it is kept from step to step.
+        self.frozen = weights[floats : floats + layout.frozen_bytes] if kept_frozen is None else kept_frozen
         #: float32: gradients of own trainable tensors at their layout offsets.
         self.gradients = gradients.view(torch.float32)
 
@@ -160,12 +183,35 @@ class Places:
         #: float32 scratch for one block of a weight's gradient.
         self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(torch.float32)
         activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
+        kept_region = self.arena.lease(memory.kept_bytes, "states kept from step to step").tensor
+        #: What is kept of chunks, by stage and chunk.
+        self.kept: dict[tuple[int, int], KeptChunk] = {}
+        kept_frozen: dict[int, Tensor] = {}
+        taken = 0
+        for stage, chunks in enumerate(memory.kept.weights):
+            layout = layouts[stage]
+            for chunk in sorted(chunks):
+                arrays = {}
+                for array in StateArray if chunk in memory.kept.moments[stage] else WEIGHT_ARRAYS:
+                    length = array.itemsize * layout.used_elements()[chunk]
+                    arrays[array] = kept_region[taken : taken + length]
+                    taken += length
+                self.kept[stage, chunk] = KeptChunk(chunk * layout.chunk_elements, arrays)
+        for stage in sorted(memory.kept.frozen):
+            kept_frozen[stage] = kept_region[taken : taken + layouts[stage].frozen_bytes]
+            taken += layouts[stage].frozen_bytes
         self.stages: list[StagePlaces] = []
         for index, (layout, lent) in enumerate(zip(layouts, borrowed, strict=True)):
             start, size = memory.weight_offset(index), memory.demand.stages[index].weights
             first, length = memory.gradient_offset(index), memory.demand.stages[index].gradients
             self.stages.append(
-                StagePlaces(layout, lent, weights[start : start + size], gradients[first : first + length])
+                StagePlaces(
+                    layout,
+                    lent,
+                    weights[start : start + size],
+                    gradients[first : first + length],
+                    kept_frozen.get(index),
+                )
             )
         #: Gradients that borrowers leave for the owner, by tensor name, with the tensor's shape.
         self.loans: dict[str, Tensor] = {}
@@ -188,6 +234,7 @@ class Places:
     def close(self) -> None:
         """Free the arena; the views must not be used any more."""
         self.stages.clear()
+        self.kept.clear()
         self.loans.clear()
         self.block = self.gradient_region = torch.empty(0)
         self.staging.clear()

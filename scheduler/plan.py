@@ -24,7 +24,7 @@ class Lane(Enum):
     OPTIM = "optim"
     """One thread, strictly in plan order (checksums are extended piece after piece)."""
     COMMIT = "commit"
-    """One thread that makes commits."""
+    """One thread that makes commits, and writes what is kept in memory between them."""
     NONE = "none"
     """Nothing but bookkeeping: the op joins dependencies."""
 
@@ -37,9 +37,11 @@ class Kind(Enum):
     READ_WEIGHTS = auto()
     """NVMe -> staging slot: both halves of the weights of one piece of ``owner``."""
     MERGE = auto()
-    """Staging slot -> weight buffer of ``stage``."""
+    """Staging slot, or where the weights are kept (``slot`` -1) -> weight buffer of ``stage``."""
     READ_FROZEN = auto()
     """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, in their own dtypes."""
+    READ_KEPT = auto()
+    """NVMe -> host memory: the arrays of one piece of ``stage`` that stay there from step to step; once a run."""
     BIND = auto()
     """The weights of ``stage`` are all there: its modules get them."""
     FORWARD = auto()
@@ -55,11 +57,15 @@ class Kind(Enum):
     OPEN_CHUNK = auto()
     """Every piece of a chunk (``piece``: its last) has been written: the chunk may be read from its newest slot."""
     READ_STATES = auto()
-    """NVMe -> state slot: weights and moments of one piece."""
+    """NVMe -> state slot: weights and moments of one piece, unless they are kept; the stashed gradient too."""
     UPDATE = auto()
-    """AdamW on one piece in its state slot; the new weights also go to the buffers of the stages in ``refresh``."""
+    """AdamW on one piece in its state slot, or where it is kept (``slot`` -1 if all of it is); the new weights also go
+    to the buffers of the stages in ``refresh``."""
     WRITE_STATES = auto()
-    """State slot -> NVMe (the slot that the last commit does not name)."""
+    """State slot -> NVMe (a slot that the last commit does not name): what is not kept."""
+    WRITE_KEPT = auto()
+    """Host memory -> NVMe: what is kept of a chunk (``piece``: its last), if the step is to be committed and the chunk
+    has changed since it was last written."""
     SPILL_ACTIVATION = auto()
     """Activation slot -> NVMe scratch: boundary (``stage``, ``micro_batch``)."""
     FETCH_ACTIVATION = auto()
@@ -79,6 +85,7 @@ LANES: dict[Kind, Lane] = {
     Kind.READ_WEIGHTS: Lane.IO,
     Kind.MERGE: Lane.COPY,
     Kind.READ_FROZEN: Lane.IO,
+    Kind.READ_KEPT: Lane.IO,
     Kind.BIND: Lane.COMPUTE,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.LOSS: Lane.COMPUTE,
@@ -89,6 +96,8 @@ LANES: dict[Kind, Lane] = {
     Kind.READ_STATES: Lane.IO,
     Kind.UPDATE: Lane.OPTIM,
     Kind.WRITE_STATES: Lane.IO,
+    # Not the io lane: one chunk after another, so that the drive is left to what computation waits for.
+    Kind.WRITE_KEPT: Lane.COMMIT,
     Kind.SPILL_ACTIVATION: Lane.IO,
     Kind.FETCH_ACTIVATION: Lane.IO,
     Kind.STASH_GRADIENT: Lane.IO,
@@ -113,8 +122,12 @@ class Part(Enum):
     """An optimizer state slot (number)."""
     STATE = auto()
     """The stored states of one piece (stage, piece)."""
+    KEPT = auto()
+    """What is kept of one piece in host memory from step to step (stage, piece)."""
     CHUNK = auto()
     """The place that a chunk (stage, chunk) is read from: it turns as a whole, when its last piece has been written."""
+    KEPT_COPY = auto()
+    """The copy on NVMe of what is kept of one chunk (stage, chunk)."""
     ACTIVATION = auto()
     """An activation slot (number)."""
     SCRATCH_ACTIVATION = auto()
@@ -157,11 +170,14 @@ class Op:
     """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
 
     delayed: bool = False
-    """READ_STATES, UPDATE, WRITE_STATES: they belong to the step before, and run just before the stage is needed."""
+    """They belong to the step before, and run just before the stage is needed (states, updates, what is kept)."""
     fill: bool = False
     """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
+    redo: bool = False
+    """READ_STATES, UPDATE, WRITE_STATES: the update of the step before once more, from the version before it, if the
+    gradients turned out to need scaling."""
 
     @property
     def lane(self) -> Lane:
@@ -203,6 +219,14 @@ class Buffers:
     delayed_from: tuple[int, ...] = ()
     """Per stage, the first piece whose update is delayed into the next step's forward; the first of a chunk, or the
     number of pieces for none. Empty: nothing is delayed."""
+    speculative: bool = False
+    """The other updates are made before it is known whether the gradients must be scaled, and made again if so."""
+    kept_weights: tuple[frozenset[int], ...] = ()
+    """Per stage, the chunks whose weights (both halves) stay in host memory from step to step. Empty: none."""
+    kept_moments: tuple[frozenset[int], ...] = ()
+    """Per stage, those of them whose moments stay there too."""
+    kept_frozen: frozenset[int] = frozenset()
+    """Stages whose frozen tensors stay in host memory."""
     num_staging: int
     """Staging slots; at least 1."""
     num_states: int
@@ -215,8 +239,13 @@ class Buffers:
             raise ValueError("neighbouring stages must have different weight buffers")
         if self.num_staging < 1 or self.num_states < 1:
             raise ValueError("at least one staging and one state slot are needed")
+        for stage, chunks in enumerate(self.kept_moments):
+            if not chunks <= self.kept_weights[stage]:
+                raise ValueError(f"stage {stage}: moments are kept only of chunks whose weights are kept")
 
 
+#: Stands for a stage's frozen tensors among its pieces.
+FROZEN_PIECE = -1
 #: Input and output of the micro-batch that computes, and of one that is fetched or spilled meanwhile.
 MIN_ACTIVATION_SLOTS = 4
 
@@ -310,12 +339,14 @@ def horizontal(
     return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold, pending)
 
 
-def flush(stages: Sequence[StageShape], buffers: Buffers) -> Plan:
-    """The delayed updates of the last step alone, with no step to hide behind: what a commit between steps needs.
+def flush(stages: Sequence[StageShape], buffers: Buffers, *, pending: bool = True) -> Plan:
+    """What a commit between steps needs: the delayed updates of the last step, then what is kept in memory written.
 
-    Weight buffers are left as the last step left them, with the new weights where they are kept.
+    Weight buffers are left as the last step left them, with the new weights where they are kept. Without ``pending``
+    the delayed updates have been done.
     """
-    builder = _Builder("flush", stages, buffers, vertical_visits(len(stages), 1), held=_held_at_end(stages, buffers))
+    held = _held_at_end(stages, buffers)
+    builder = _Builder("flush", stages, buffers, vertical_visits(len(stages), 1), held=held, pending=pending)
     return builder.build_flush()
 
 
@@ -418,6 +449,7 @@ class _Numbers(TypedDict, total=False):
     delayed: bool
     fill: bool
     stashed: bool
+    redo: bool
 
 
 class _Builder:
@@ -451,6 +483,11 @@ class _Builder:
         self.stashed: list[tuple[int, int]] = []
         #: Per stage, its first delayed piece.
         self.delayed_from = buffers.delayed_from or tuple(stage.num_pieces for stage in stages)
+        none: tuple[frozenset[int], ...] = (frozenset(),) * len(stages)
+        self.kept_weights = buffers.kept_weights or none
+        self.kept_moments = buffers.kept_moments or none
+        #: Pieces (stage, piece) whose kept arrays have been read, in a cold plan; piece -1: the frozen tensors.
+        self.kept_read: set[tuple[int, int]] = set()
         self.was_pending = pending
         #: Stages whose delayed updates of the step before are still to be done, at this point of the plan.
         self.pending = {index for index, stage in enumerate(stages) if pending and self.is_delayed(index)}
@@ -488,25 +525,29 @@ class _Builder:
 
     def build_flush(self) -> Plan:
         for stage in range(len(self.stages)):
-            if self.is_delayed(stage):
+            if stage in self.pending:
                 self.update_delayed(stage, fill=False)
+        for stage, chunks in enumerate(self.kept_weights):
+            for chunk in sorted(chunks):
+                self.write_kept(stage, chunk, delayed=True)
         return Plan(
             name=self.name,
             ops=tuple(self.ops),
             num_micro_batches=0,
             cold=False,
-            pending=True,
+            pending=self.was_pending,
             scratch_activations=(),
             scratch_gradients=(),
             stashed_gradients=(),
         )
 
     def is_delayed(self, stage: int) -> bool:
-        """Some pieces of the stage are updated in the next step's forward."""
-        return self.delayed_from[stage] < self.stages[stage].num_pieces
+        """Some pieces of the stage are, or may have to be, updated in the next step's forward."""
+        shape = self.stages[stage]
+        return self.delayed_from[stage] < shape.num_pieces or (self.buffers.speculative and bool(shape.num_pieces))
 
     def is_stashed(self, stage: int) -> bool:
-        """Its delayed gradients wait in scratch, since another stage takes its gradient buffer."""
+        """Its gradients that must wait do so in scratch, since another stage takes its gradient buffer."""
         return self.buffers.gradients.count(self.buffers.gradients[stage]) > 1
 
     def belongs_to_next_step(self, index: int, stage: int) -> bool:
@@ -549,16 +590,22 @@ class _Builder:
             self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
         filled = range(0)
         if stage in self.pending:
-            self.pending.remove(stage)
             self.update_delayed(stage, fill=not held)
             filled = range(self.delayed_from[stage], self.stages[stage].num_pieces)
         if held:
             return
         shape = self.stages[stage]
-        if shape.has_frozen:
+        if shape.has_frozen and (stage not in self.buffers.kept_frozen or self.is_to_be_read(stage, FROZEN_PIECE)):
             self.emit(Kind.READ_FROZEN, reads=(weights,), stage=stage)
         own = [(stage, piece) for piece in range(shape.num_pieces) if piece not in filled]
         for owner, piece in (*own, *shape.borrowed):
+            if self.stages[owner].chunks[piece] in self.kept_weights[owner]:
+                kept = Resource(Part.KEPT, owner, piece)
+                if self.is_to_be_read(owner, piece):
+                    # It would not need the buffer, but must not come before what the stages before this one wait for.
+                    self.emit(Kind.READ_KEPT, reads=(weights,), writes=(kept,), stage=owner, piece=piece)
+                self.emit(Kind.MERGE, reads=(kept, weights), stage=stage, owner=owner, piece=piece)
+                continue
             slot = self.next_staging
             self.next_staging = (slot + 1) % self.buffers.num_staging
             staging = Resource(Part.STAGING, slot)
@@ -568,6 +615,12 @@ class _Builder:
             common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
             self.emit(Kind.READ_WEIGHTS, common, reads=stored, writes=(staging,))
             self.emit(Kind.MERGE, common, reads=(staging, weights))
+
+    def is_to_be_read(self, stage: int, piece: int) -> bool:
+        """What is kept of a piece (-1: of the frozen tensors) has not been read yet; from now on it has."""
+        wanted = self.cold and (stage, piece) not in self.kept_read
+        self.kept_read.add((stage, piece))
+        return wanted
 
     def visit(self, index: int, visit: Visit) -> None:
         stage = visit.stage
@@ -674,11 +727,12 @@ class _Builder:
     def update(self, index: int, stage: int) -> None:
         """The optimizer's ops of a stage whose gradients are complete: at once, or kept for the next step."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        waiting_from = 0 if self.buffers.speculative else self.delayed_from[stage]
         keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
         self.emit(Kind.NORM, writes=(gradient, Resource(Part.NORM, 0), *loans), stage=stage)
         if self.is_stashed(stage):
-            for piece in range(self.delayed_from[stage], self.stages[stage].num_pieces):
+            for piece in range(waiting_from, self.stages[stage].num_pieces):
                 self.stashed.append((stage, piece))
                 stash = Resource(Part.STASHED_GRADIENT, stage, piece)
                 self.emit(Kind.STASH_GRADIENT, reads=(gradient,), writes=(stash,), stage=stage, piece=piece)
@@ -686,13 +740,17 @@ class _Builder:
 
     def update_delayed(self, stage: int, *, fill: bool) -> None:
         """The updates that the step before left for this one. ``fill``: they also fill the stage's new buffer."""
+        self.pending.remove(stage)
         pieces = range(self.delayed_from[stage], self.stages[stage].num_pieces)
         keepers = tuple(
             user
             for user in self.users(stage)
             if not (fill and user == stage) and self.held.get(self.buffers.weights[user]) == user
         )
-        self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, stashed=self.is_stashed(stage))
+        stashed = self.is_stashed(stage)
+        if self.buffers.speculative:
+            self.update_pieces(stage, range(pieces.start), keepers, delayed=True, stashed=stashed, redo=True)
+        self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, stashed=stashed)
 
     def update_pieces(
         self,
@@ -703,6 +761,7 @@ class _Builder:
         delayed: bool = False,
         fill: bool = False,
         stashed: bool = False,
+        redo: bool = False,
     ) -> None:
         """Read, update and write some pieces of a stage."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
@@ -710,49 +769,85 @@ class _Builder:
         chunks = self.stages[stage].chunks
         for piece in pieces:
             chunk = chunks[piece]
-            slot = self.next_state
-            self.next_state = (slot + 1) % self.buffers.num_states
-            states = Resource(Part.STATE_SLOT, slot)
+            kept = chunk in self.kept_weights[stage]
+            is_stored = chunk not in self.kept_moments[stage]
             stored = Resource(Part.STATE, stage, piece)
             newest = Resource(Part.CHUNK, stage, chunk)
             stash = (Resource(Part.STASHED_GRADIENT, stage, piece),) if stashed else ()
+            slot = -1
+            states: tuple[Resource, ...] = ()
+            if is_stored or stashed:
+                slot = self.next_state
+                self.next_state = (slot + 1) % self.buffers.num_states
+                states = (Resource(Part.STATE_SLOT, slot),)
             # A delayed update may need the norm of the whole step before: all of its gradients were measured then.
-            needs = (*(() if stashed else (gradient,)), *((Resource(Part.NORM, 0),) if delayed else ()), *filled)
+            norm = (Resource(Part.NORM, 0),) if delayed else ()
+            needs = (*(() if stashed else (gradient,)), *norm, *filled)
             refresh = tuple(
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
             refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
             common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
-            self.emit(
-                Kind.READ_STATES,
-                common,
-                reads=(stored, newest, *stash),
-                writes=(states,),
-                delayed=delayed,
-                stashed=stashed,
-            )
+            if states:
+                self.emit(
+                    Kind.READ_STATES,
+                    common,
+                    # Only the norm tells whether an update is made again at all.
+                    reads=(*((stored, newest) if is_stored else ()), *stash, *(norm if redo else ())),
+                    writes=states,
+                    delayed=delayed,
+                    stashed=stashed,
+                    redo=redo,
+                )
             self.emit(
                 Kind.UPDATE,
                 common,
                 reads=needs,
-                writes=(states, *refreshed),
+                writes=(*states, *((Resource(Part.KEPT, stage, piece),) if kept else ()), *refreshed),
                 refresh=refresh,
                 delayed=delayed,
                 fill=fill,
                 stashed=stashed,
+                redo=redo,
             )
-            self.emit(
-                Kind.WRITE_STATES,
-                common,
-                reads=(states, Resource(Part.COMMIT, 0)),
-                writes=(stored,),
-                delayed=delayed,
-            )
+            if is_stored:
+                self.emit(
+                    Kind.WRITE_STATES,
+                    common,
+                    reads=(*states, Resource(Part.COMMIT, 0)),
+                    writes=(stored,),
+                    delayed=delayed,
+                    redo=redo,
+                )
             if piece + 1 == len(chunks) or chunks[piece + 1] != chunk:
                 written = self.pieces_of_chunk[stage][chunk]
-                self.emit(
-                    Kind.OPEN_CHUNK, reads=written, writes=(newest,), stage=stage, piece=piece, delayed=delayed
-                )
+                if is_stored:
+                    self.emit(
+                        Kind.OPEN_CHUNK, reads=written, writes=(newest,), stage=stage, piece=piece, delayed=delayed
+                    )
+                if kept:
+                    self.write_kept(stage, chunk, delayed=delayed)
+
+    def write_kept(self, stage: int, chunk: int, *, delayed: bool) -> None:
+        """Write what is kept of a chunk, all of whose pieces have been updated; for a commit, if one is due.
+
+        Where only the weights are kept, they join the moments that have just been written, into the same slot: nobody
+        may write there before they are done.
+        """
+        written = self.pieces_of_chunk[stage][chunk]
+        stored = () if chunk in self.kept_moments[stage] else (*written, Resource(Part.CHUNK, stage, chunk))
+        self.emit(
+            Kind.WRITE_KEPT,
+            reads=(
+                *(Resource(Part.KEPT, stage, resource.second) for resource in written),
+                *stored,
+                Resource(Part.COMMIT, 0),
+            ),
+            writes=(Resource(Part.KEPT_COPY, stage, chunk),),
+            stage=stage,
+            piece=written[-1].second,
+            delayed=delayed,
+        )
 
     def users(self, stage: int) -> list[int]:
         """Stages whose weight buffers have weights of ``stage``: itself, and borrowers of its tensors."""

@@ -9,7 +9,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from hoist.optim.split import merge
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
-from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
+from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, Kind, Op
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers import heap
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.errors import TransferError
-from hoist.tiers.format import StateArray
+from hoist.tiers.format import MOMENT_ARRAYS, WEIGHT_ARRAYS, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
 from hoist.tiers.manager import Item, ItemKind, Manager, State
@@ -51,8 +51,10 @@ class StepState:
     """Counted tokens of the whole step."""
     lr: float
     """Learning rate of its updates."""
-    commit: Callable[[], None] | None
-    """Commits the step before, when the turn is reached; None if that is not due."""
+    commit_due: bool = False
+    """The step is to be committed: what is kept in memory is written once it is updated."""
+    commit: Callable[[], None] | None = None
+    """Commits the step; called at the next step's turn, if it is set by then."""
     contexts: list[Context | None] = field(default_factory=list)
     """What layers are called with, per micro-batch; made by the embed stage's forward, dropped after its backward."""
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -71,14 +73,25 @@ class StepState:
     """What its gradients are multiplied with, once the norm is known: below 1 when they are clipped."""
     skipped: bool = False
     """Its gradients are not finite: nothing is updated."""
+    guessed: set[tuple[int, int]] = field(default_factory=set)
+    """Chunks (stage, chunk) that were updated before the norm was known, as if nothing needed scaling."""
+    updated: set[tuple[int, int]] = field(default_factory=set)
+    """Chunks (stage, chunk) with an update to be written."""
     gradient_uses: list[int] = field(default_factory=list)
     """Per stage, pieces whose gradient is still to be used or stashed; then the gradient buffer is free."""
     chunks_left: dict[tuple[int, int], int] = field(default_factory=dict)
     """Pieces of (stage, chunk) that are still to be written."""
+    redo_left: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The same for updates that are made again."""
 
     def grad_norm(self) -> float:
         """Global 2-norm of the gradients, before any scaling; the square sums of all stages must be known."""
         return math.sqrt(math.fsum(self.square_sums.values()))
+
+    @property
+    def guessed_wrong(self) -> bool:
+        """What was updated before the norm was known must be updated again."""
+        return self.skipped or self.scale != 1.0
 
 
 def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
@@ -224,6 +237,8 @@ class Runtime:
             for stage, pieces in enumerate(self.pieces)
         ]
         self._bound = [places.tensors() for places in places.stages]
+        #: Number of each kept chunk in the residency table.
+        self._kept_buffers = {key: number for number, key in enumerate(places.kept)}
         #: Where spilled activations and gradients go: path and byte offset, by key.
         self.scratch_activations: dict[tuple[int, int], tuple[Path, int]] = {}
         self.scratch_gradients: dict[int, tuple[Path, int]] = {}
@@ -240,11 +255,13 @@ class Runtime:
             Kind.BACKWARD: self._backward_op,
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
+            Kind.WRITE_KEPT: self._write_kept,
             Kind.COMMIT: self._commit,
         }
         self._start: dict[Kind, Callable[[Op, StepState, Done], None]] = {
             Kind.READ_WEIGHTS: self._read_weights,
             Kind.READ_FROZEN: self._read_frozen,
+            Kind.READ_KEPT: self._read_kept,
             Kind.READ_STATES: self._read_states,
             Kind.WRITE_STATES: self._write_states,
             Kind.STASH_GRADIENT: self._stash_gradient,
@@ -264,10 +281,14 @@ class Runtime:
         state.losses = [torch.zeros(())] * count
         state.touched = [set() for _ in self._stages]
         state.gradient_uses = [len(pieces) for pieces in self.pieces]
+        if self._buffers.speculative:  # pieces that are updated at once, and stashed or perhaps updated again
+            for stage, at_once in enumerate(self._buffers.delayed_from):
+                state.gradient_uses[stage] += at_once
         for stage, pieces in enumerate(self.pieces):
             for piece in pieces:
                 key = (stage, piece.chunk)
                 state.chunks_left[key] = state.chunks_left.get(key, 0) + 1
+        state.redo_left = dict(state.chunks_left)
         self._steps[state.step] = state
 
     def end(self, step: int) -> None:
@@ -284,7 +305,12 @@ class Runtime:
 
     def run(self, op: Op, step: int) -> None:
         """Carry out a copy, compute, optim or commit op."""
-        self._run[op.kind](op, self._steps[step - op.delayed])
+        try:
+            self._run[op.kind](op, self._steps[step - op.delayed])
+        except TransferError as error:
+            if op.kind is Kind.WRITE_KEPT:
+                raise self._failure(op, step, error) from error
+            raise
 
     def start(self, op: Op, step: int, done: Done) -> None:
         """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""
@@ -293,6 +319,25 @@ class Runtime:
             done(self._failure(op, step, error) if isinstance(error, TransferError) else error)
 
         self._start[op.kind](op, self._steps[step - op.delayed], named)
+
+    def io_bytes(self, op: Op) -> int:
+        """Bytes that an I/O op moves."""
+        if op.kind in (Kind.SPILL_ACTIVATION, Kind.FETCH_ACTIVATION):
+            return self._places.activations[op.slot].nbytes
+        if op.kind in (Kind.SPILL_GRADIENT, Kind.FETCH_GRADIENT):
+            return self._places.stages[op.stage].gradients.nbytes
+        if op.kind is Kind.READ_FROZEN:
+            return self._places.stages[op.stage].frozen.nbytes
+        stage = op.stage if op.owner < 0 else op.owner
+        piece = self.pieces[stage][op.piece]
+        if op.kind is Kind.STASH_GRADIENT:
+            return GRADIENT_BYTES * piece.num_elements
+        kept = self._kept_arrays(stage, piece.chunk)
+        arrays = kept if op.kind is Kind.READ_KEPT else set(StateArray) - kept
+        if op.kind is Kind.READ_WEIGHTS:
+            arrays = set(WEIGHT_ARRAYS)
+        stashed = GRADIENT_BYTES if op.stashed and op.kind is Kind.READ_STATES else 0
+        return (sum(array.itemsize for array in arrays) + stashed) * piece.num_elements
 
     def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
         stage = self._layouts[op.stage if op.owner < 0 else op.owner]
@@ -333,8 +378,7 @@ class Runtime:
         piece = self.pieces[op.owner][op.piece]
         staging = self._places.staging[op.slot]
         num_bytes = 2 * piece.num_elements
-        halves = (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)
-        places = [self._store.place(op.owner, array, piece, write=False) for array in halves]
+        places = [self._store.place(op.owner, array, piece, write=False) for array in WEIGHT_ARRAYS]
         join = _Join(len(places), done)
         for half, place in enumerate(places):
             target = staging[half * num_bytes : (half + 1) * num_bytes]
@@ -342,9 +386,14 @@ class Runtime:
 
     def _merge(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.owner][op.piece]
-        staging = self._places.staging[op.slot].view(torch.int16)
-        hi = staging[: piece.num_elements]
-        lo = staging[piece.num_elements : 2 * piece.num_elements]
+        if op.slot < 0:
+            kept = self._places.kept[op.owner, piece.chunk]
+            hi, lo = (kept.bytes_of(array, piece).view(torch.int16) for array in WEIGHT_ARRAYS)
+            self._manager.save(ItemKind.KEPT_WEIGHTS, read_bytes=hi.nbytes + lo.nbytes)
+        else:
+            staging = self._places.staging[op.slot].view(torch.int16)
+            hi = staging[: piece.num_elements]
+            lo = staging[piece.num_elements : 2 * piece.num_elements]
         self._put_weights(op.stage, op.owner, piece, hi, lo)
         self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
 
@@ -369,6 +418,48 @@ class Runtime:
         item = Item(ItemKind.WEIGHTS, op.stage)
         noted = _then(done, lambda: self._manager.filled(item))
         self._engine.read(place.path, place.offset_bytes, target).add_done_callback(_Join(1, noted).part)
+
+    def _read_kept(self, op: Op, state: StepState, done: Done) -> None:
+        piece = self.pieces[op.stage][op.piece]
+        kept = self._places.kept[op.stage, piece.chunk]
+        items = self._kept_items(op.stage, piece.chunk)
+        with self._lock:
+            if self._manager.state(items[0]) is State.STORED:
+                parts = sum(other.chunk == piece.chunk for other in self.pieces[op.stage])
+                for item in items:
+                    arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
+                    num_bytes = sum(kept.arrays[array].nbytes for array in arrays)
+                    self._manager.fill(item, self._kept_buffers[op.stage, piece.chunk], num_bytes, parts=parts)
+
+        def filled() -> None:
+            for item in items:
+                self._manager.filled(item)
+
+        join = _Join(len(kept.arrays), _then(done, filled))
+        for array in kept.arrays:
+            place = self._store.place(op.stage, array, piece, write=False)
+            join.start(partial(self._engine.read, place.path, place.offset_bytes, kept.bytes_of(array, piece)))
+
+    def _kept_items(self, stage: int, chunk: int) -> list[Item]:
+        """What is kept of a chunk, as the residency table has it."""
+        arrays = self._kept_arrays(stage, chunk)
+        kinds = [ItemKind.KEPT_WEIGHTS] if arrays else []
+        kinds += [ItemKind.KEPT_MOMENTS] if StateArray.EXP_AVG in arrays else []
+        return [Item(kind, stage, chunk) for kind in kinds]
+
+    def _kept_arrays(self, stage: int, chunk: int) -> frozenset[StateArray]:
+        kept = self._places.kept.get((stage, chunk))
+        return frozenset() if kept is None else frozenset(kept.arrays)
+
+    def _arrays(self, op: Op, piece: Piece) -> dict[StateArray, Tensor]:
+        """uint8 views of the four arrays of a piece: in the op's state slot, or where they are kept."""
+        kept = self._places.kept.get((op.stage, piece.chunk))
+        return {
+            array: kept.bytes_of(array, piece)
+            if kept is not None and array in kept.arrays
+            else self._places.states[op.slot].bytes_of(position, piece.num_elements)
+            for position, array in enumerate(StateArray)
+        }
 
     def _bind(self, op: Op, state: StepState) -> None:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
@@ -561,7 +652,7 @@ class Runtime:
         if math.isfinite(norm):
             state.scale = clip_scale(norm, self._clip_norm)
             return
-        state.skipped = True  # every update of a clipped step is delayed, so none has been made
+        state.skipped = True  # updates wait for this, or are guesses that are taken back
         for touched in state.touched:
             for name in touched:
                 self.adam_steps[name] -= 1
@@ -570,19 +661,28 @@ class Runtime:
     def _chunk_is_touched(self, stage: int, chunk: int, state: StepState) -> bool:
         layout = self._layouts[stage]
         first = chunk * layout.chunk_elements
-        if state.skipped:
-            return False
         touched = state.touched[stage]
         return any(segment.name in touched for segment in layout.segments(first, first + layout.chunk_elements))
 
+    def _is_idle(self, op: Op, piece: Piece, state: StepState) -> bool:
+        """The op is there to make an update again, and that is not needed."""
+        return op.redo and not (state.guessed_wrong and (op.stage, piece.chunk) in state.guessed)
+
     def _read_states(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
+        if self._is_idle(op, piece, state):
+            done(None)
+            return
         slot = self._places.states[op.slot]
         item = Item(ItemKind.STATES, op.stage, op.piece)
-        self._manager.fill(item, op.slot, STATE_BYTES * piece.num_elements)
-        places = [self._store.place(op.stage, array, piece, write=False) for array in StateArray]
-        join = _Join(len(places) + op.stashed, _then(done, lambda: self._manager.filled(item)))
-        for position, place in enumerate(places):
+        kept = self._kept_arrays(op.stage, piece.chunk)
+        moved = [(position, array) for position, array in enumerate(StateArray) if array not in kept]
+        num_bytes = sum(array.itemsize for _, array in moved) * piece.num_elements
+        self._manager.expire(item)  # its last slot may be another one, which nobody has taken since
+        self._manager.fill(item, op.slot, num_bytes)
+        join = _Join(len(moved) + op.stashed, _then(done, lambda: self._manager.filled(item)))
+        for position, array in moved:
+            place = self._store.place(op.stage, array, piece, write=False, again=op.redo)
             target = slot.bytes_of(position, piece.num_elements)
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
         if op.stashed:
@@ -592,13 +692,21 @@ class Runtime:
 
     def _update(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.stage][op.piece]
-        if self._chunk_is_touched(op.stage, piece.chunk, state):
+        key = op.stage, piece.chunk
+        if op.redo:
+            if not self._is_idle(op, piece, state):
+                self._update_piece(op, piece, state)
+        elif not state.skipped and self._chunk_is_touched(*key, state):
+            state.updated.add(key)
+            if len(state.square_sums) < len(self._stages) and self._buffers.speculative:
+                state.guessed.add(key)
             self._update_piece(op, piece, state)
         if op.fill:
-            weight_hi, weight_lo, _, _ = self._places.states[op.slot].arrays(piece.num_elements)
-            self._put_weights(op.stage, op.stage, piece, weight_hi, weight_lo)
+            arrays = self._arrays(op, piece)
+            hi, lo = (arrays[array].view(torch.int16) for array in WEIGHT_ARRAYS)
+            self._put_weights(op.stage, op.stage, piece, hi, lo)
             self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
-        if not op.stashed:
+        if not op.stashed or (self._buffers.speculative and not op.delayed):
             self._used_gradient(op.stage, state)
 
     def _used_gradient(self, stage: int, state: StepState) -> None:
@@ -611,18 +719,27 @@ class Runtime:
 
     def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
         layout = self._layouts[op.stage]
-        self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
+        kept = self._kept_arrays(op.stage, piece.chunk)
+        for item in self._kept_items(op.stage, piece.chunk):
+            self._manager.modify(item)
+            arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
+            num_bytes = sum(array.itemsize for array in arrays) * piece.num_elements
+            self._manager.save(item.kind, read_bytes=num_bytes, written_bytes=num_bytes)
+        if len(kept) < len(StateArray):
+            self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
         for user in self._users[op.stage][op.piece]:
             if user not in op.refresh and not (op.fill and user == op.stage):
                 self._manager.expire(Item(ItemKind.WEIGHTS, user))
         places = self._places.stages[op.stage]
-        slot = self._places.states[op.slot]
-        weight_hi, weight_lo, exp_avg, exp_avg_sq = slot.arrays(piece.num_elements)
+        found = self._arrays(op, piece)
+        weight_hi, weight_lo = (found[array].view(torch.int16) for array in WEIGHT_ARRAYS)
+        exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
         touched = state.touched[op.stage]
         # By the time of a delayed update, the optim lane may have counted the next step already.
         adam_steps = (state.adam_steps or {}) if op.delayed else self.adam_steps
-        kept = places.gradients[piece.start : piece.stop]
-        gradient = slot.gradient(piece.num_elements) if op.stashed else kept
+        gradient = places.gradients[piece.start : piece.stop]
+        if op.stashed:
+            gradient = self._places.states[op.slot].gradient(piece.num_elements)
         if state.scale != 1.0:
             gradient.mul_(state.scale)
         segments = [
@@ -634,30 +751,34 @@ class Runtime:
                 weight_decay=self._decay(op.stage, segment.name),
             )
             for segment in layout.segments(piece.start, piece.stop)
-            if segment.name in touched
+            if segment.name in touched and not state.skipped
         ]
-        self._updater.update(
-            weight_hi=weight_hi,
-            weight_lo=weight_lo,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            gradient=gradient,
-            segments=segments,
-        )
+        if segments:  # else a guess is taken back: the version before it is written once more
+            self._updater.update(
+                weight_hi=weight_hi,
+                weight_lo=weight_lo,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                gradient=gradient,
+                segments=segments,
+            )
         for keeper in op.refresh:
             self._put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
             self._manager.refresh(Item(ItemKind.WEIGHTS, keeper))
+        written = [array for array in StateArray if array not in kept]
+        if not written:
+            return
         first_of_chunk = piece.start == piece.chunk * layout.chunk_elements
         if first_of_chunk:
             self._checksum = ChunkChecksum(layout, piece.chunk)
         if self._checksum is None:
             raise RuntimeError(f"{op}: pieces of a chunk must come in order")
-        for position, array in enumerate(StateArray):
-            self._checksum.extend(array, slot.bytes_of(position, piece.num_elements))
+        for array in written:
+            self._checksum.extend(array, found[array])
         is_last = op.piece + 1 == len(self.pieces[op.stage]) or self.pieces[op.stage][op.piece + 1].chunk != piece.chunk
         if is_last:
             with self._lock:
-                self._checksums[op.stage, piece.chunk] = self._checksum.finish()
+                self._checksums[op.stage, piece.chunk] = self._checksum.finish(written)
             self._checksum = None
 
     def _decay(self, stage: int, name: str) -> float:
@@ -666,35 +787,72 @@ class Runtime:
 
     def _write_states(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
-        if not self._chunk_is_touched(op.stage, piece.chunk, state):
+        idle = self._is_idle(op, piece, state) if op.redo else (op.stage, piece.chunk) not in state.updated
+        if idle:
             done(None)  # no tensor of the chunk has a gradient: its stored version stays the newest
             return
-        slot = self._places.states[op.slot]
         item = Item(ItemKind.STATES, op.stage, op.piece)
         self._manager.write(item)
+        kept = self._kept_arrays(op.stage, piece.chunk)
+        moved = {array: data for array, data in self._arrays(op, piece).items() if array not in kept}
 
         def written() -> None:
-            self._manager.written(item, STATE_BYTES * piece.num_elements)
-            self._note_piece(op.stage, piece, state)
+            self._manager.written(item, sum(data.nbytes for data in moved.values()))
+            self._note_piece(op, piece, state, kept)
 
-        places = [self._store.place(op.stage, array, piece, write=True) for array in StateArray]
-        join = _Join(len(places), _then(done, written))
-        for position, place in enumerate(places):
-            source = slot.bytes_of(position, piece.num_elements)
+        join = _Join(len(moved), _then(done, written))
+        for array, source in moved.items():
+            place = self._store.place(op.stage, array, piece, write=True, again=op.redo)
             join.start(partial(self._engine.write, place.path, place.offset_bytes, source))
 
-    def _note_piece(self, stage: int, piece: Piece, state: StepState) -> None:
-        key = (stage, piece.chunk)
+    def _note_piece(self, op: Op, piece: Piece, state: StepState, kept: frozenset[StateArray]) -> None:
+        """A piece has been written; with the last of its chunk, that is the version to read."""
+        key = (op.stage, piece.chunk)
         with self._lock:
-            state.chunks_left[key] -= 1
-            if state.chunks_left[key]:
+            left = state.redo_left if op.redo else state.chunks_left
+            left[key] -= 1
+            if left[key]:
                 return
             checksums = self._checksums.pop(key)
-        self._store.note_written(stage, piece.chunk, checksums)
+        self._store.note_written(*key, checksums, kept=kept, again=op.redo)
+
+    def _write_kept(self, op: Op, state: StepState) -> None:
+        """Bring a kept chunk to NVMe; nothing of it is in flight any more when this returns or raises."""
+        chunk = self.pieces[op.stage][op.piece].chunk
+        items = self._kept_items(op.stage, chunk)
+        if not state.commit_due or self._manager.state(items[0]) is not State.DIRTY:
+            return
+        for item in items:
+            self._manager.write(item)
+        layout = self._layouts[op.stage]
+        kept = self._places.kept[op.stage, chunk]
+        start = chunk * layout.chunk_elements
+        whole = Piece(index=0, chunk=chunk, start=start, stop=start + layout.used_elements()[chunk])
+        # Moments that are not kept were written just now: the weights join them.
+        again = len(kept.arrays) < len(StateArray)
+        futures: list[Future[None]] = []
+        checksums = ChunkChecksum(layout, chunk)
+        try:
+            for array, data in kept.arrays.items():
+                place = self._store.place(op.stage, array, whole, write=True, again=again)
+                futures.append(self._engine.write(place.path, place.offset_bytes, data))
+            for array, data in kept.arrays.items():
+                checksums.extend(array, data)
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+        self._store.note_written(op.stage, chunk, checksums.finish(kept.arrays), again=again)
+        for item in items:
+            arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
+            num_bytes = sum(kept.arrays[array].nbytes for array in arrays)
+            self._manager.written(item, num_bytes)
+            self._manager.save(item.kind, written_bytes=-num_bytes)
 
     def _commit(self, op: Op, state: StepState) -> None:
-        if state.commit is not None:
-            state.commit()
+        before = self._steps.get(state.step - 1)
+        if before is not None and before.commit is not None:
+            before.commit()
 
     # ------------------------------------------------------------------ scratch
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from hoist.scheduler import memory, workspace
+from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
@@ -25,7 +26,9 @@ from hoist.scheduler.places import (
     weight_elements,
 )
 from hoist.scheduler.plan import Buffers, StageShape, horizontal, vertical
+from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
+from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
 FLOAT_BYTES = 4
@@ -64,9 +67,14 @@ class Setup:
         """All NVMe scratch of the run."""
         return self.scratch_activation_bytes + self.scratch_gradient_bytes + self.stash_bytes
 
+    num_slots: int
+    """Slots that each chunk of a new store gets."""
+    speculative: bool
+    """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
+
     def buffers(self) -> Buffers:
         """What plans may use."""
-        return self.memory.buffers(self.delayed_from)
+        return self.memory.buffers(self.delayed_from, speculative=self.speculative)
 
     def places(self) -> Places:
         """Allocate the arena and carve it up."""
@@ -97,6 +105,16 @@ def _shapes(
             )
         )
     return tuple(shapes)
+
+
+def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
+    """Raise StoreRefusedError if a store of ``num_slots`` slots a chunk is too little for what is asked of it."""
+    if num_slots < config.num_slots:
+        raise StoreRefusedError(
+            f"{directory}: speculative clipping between commits needs a store of {config.num_slots} slots a chunk, "
+            f"this one has {num_slots}: commit every step (--commit-every 1), give --clip-mode exact, or make a new "
+            "store with --clip-mode speculative"
+        )
 
 
 def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_ELEMENTS) -> tuple[StageLayout, ...]:
@@ -142,15 +160,26 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.
         context_bytes=2 * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
-        delayed=config.delay_in_force > 0,
+        delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
     )
-    division = memory.divide(demand, budget_bytes=config.host_memory_bytes, resident_weights=config.resident_weights)
     make = vertical if config.plan == "vertical" else horizontal
+    demand = replace(demand, keepable=_keepable(demand, layouts, borrowed, config))
+    max_kept_bytes = math.floor(config.residency * sum(candidate.num_bytes for candidate in demand.keepable))
+    division = memory.divide(
+        demand,
+        budget_bytes=config.host_memory_bytes,
+        resident_weights=config.resident_weights,
+        max_kept_bytes=max_kept_bytes,
+    )
     shapes = _shapes(layouts, borrowed, division.piece_elements)
+    delayed_from = tuple(
+        _first_delayed(shape, config.delay_in_force, kept if config.speculates else frozenset())
+        for shape, kept in zip(shapes, division.kept.weights, strict=True)
+    )
     # Fewer micro-batches have fewer boundaries: if the largest step spills nothing, no step does.
-    delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
-    largest = make(shapes, config.num_micro_batches, division.buffers(delayed_from), cold=True)
+    buffers = division.buffers(delayed_from, speculative=config.speculates)
+    largest = make(shapes, config.num_micro_batches, buffers, cold=True)
     return Setup(
         layouts=tuple(layouts),
         borrowed=borrowed,
@@ -161,11 +190,40 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
         stash_bytes=sum(stage.gradients for stage in demand.stages) if largest.stashed_gradients else 0,
         delayed_from=delayed_from,
+        num_slots=config.num_slots,
+        speculative=config.speculates,
     )
 
 
-def _first_delayed(shape: StageShape, delay: float) -> int:
-    """The first piece of the last chunks, as many as come nearest to the share ``delay``."""
+def _keepable(
+    demand: Demand, layouts: Sequence[StageLayout], borrowed: Sequence[Sequence[Borrowed]], config: TrainerConfig
+) -> tuple[Candidate, ...]:
+    """What a run could keep from step to step, by what a steady step reads if nothing is kept."""
+    least = memory.smallest(demand)
+    shapes = _shapes(layouts, borrowed, least.piece_elements)
+    delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
+    delays = any(first < shape.num_pieces for first, shape in zip(delayed_from, shapes, strict=True))
+    # In layer-major order loads do not depend on the number of micro-batches; then the fewest make the shortest plan.
+    if config.plan == "vertical":
+        plan = vertical(shapes, 1, least.buffers(delayed_from), cold=False, pending=delays)
+    else:
+        plan = horizontal(
+            shapes, config.num_micro_batches, least.buffers(delayed_from), cold=False, pending=delays
+        )
+    return residency.candidates(
+        plan,
+        shapes,
+        [layout.used_elements() for layout in layouts],
+        [layout.frozen_bytes for layout in layouts],
+    )
+
+
+def _first_delayed(shape: StageShape, delay: float, kept: frozenset[int] = frozenset()) -> int:
+    """The first piece of the last chunks: as many as come nearest to the share ``delay``; all from ``kept`` ones on.
+
+    A guess can be taken back only while the version before it is on NVMe, which that of a kept chunk is not; and there
+    is nothing to win, since its update waits for no drive.
+    """
     num_chunks = len(set(shape.chunks))
-    at_once = num_chunks - math.floor(delay * num_chunks + 0.5)
+    at_once = min([num_chunks - math.floor(delay * num_chunks + 0.5), *kept])
     return sum(chunk < at_once for chunk in shape.chunks)

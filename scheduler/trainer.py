@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
 
 from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
@@ -26,9 +28,10 @@ from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.plan import flush, horizontal, vertical
 from hoist.scheduler.runtime import Batch, Runtime, StepState
-from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.setup import Setup, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers import heap
+from hoist.tiers.commit import CommitStatistics
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from hoist.tiers.io.base import IoEngine, IoStatistics
@@ -64,6 +67,10 @@ class StepMetrics:
     """Bytes read from the store's drive since the previous step returned."""
     nvme_written_bytes: int
     """Bytes written to it since then."""
+    nvme_read_saved_bytes: int
+    """Bytes not read from it since then, as what they hold was kept in memory from the step before."""
+    nvme_written_saved_bytes: int
+    """Bytes not written to it since then for that reason; what a commit then wrote of them is taken off."""
     busy_seconds: dict[str, float]
     """Per lane: time at work."""
     stall_seconds: dict[str, float]
@@ -85,6 +92,28 @@ class StepMetrics:
 RunRecord = Mapping[str, Any] | Callable[[StepMetrics], Mapping[str, Any]]
 
 
+@dataclass(kw_only=True, slots=True)
+class CommitTotals:
+    """What commits took, all together. They run beside computation; writes to freed slots wait for them."""
+
+    number: int = 0
+    """Commits made."""
+    flush_seconds: float = 0.0
+    """Until what had been written was on the drive."""
+    seconds: float = 0.0
+    """From the beginning of each to its end."""
+
+    def add(self, commit: CommitStatistics) -> None:
+        """One more commit."""
+        self.join(CommitTotals(number=1, flush_seconds=commit.flush_seconds, seconds=commit.seconds))
+
+    def join(self, other: CommitTotals) -> None:
+        """Those of another trainer too."""
+        self.number += other.number
+        self.flush_seconds += other.flush_seconds
+        self.seconds += other.seconds
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerStatistics:
     """What is where, and what has moved since the trainer was made."""
@@ -95,6 +124,8 @@ class TrainerStatistics:
     """Bytes per tier; per kind of item: fills, writes (spills), hits, misses and evictions."""
     nvme: IoStatistics
     """The I/O engine's counters, since the engine was made."""
+    commits: CommitTotals
+    """Commits since the trainer was made."""
     host_peak_bytes: int
     """Most anonymous and shared memory beyond the baseline, so far in the run."""
 
@@ -164,6 +195,7 @@ class Trainer:
             )
         if store.record is None:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
+        check_slots(store.directory, store.num_slots, config)
         self.config = config
         #: What a micro-batch may hold: what the model's forward takes by name.
         self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
@@ -208,9 +240,15 @@ class Trainer:
         self._open_steps: list[int] = []
         self._cold = True
         self._last_spans: list[Span] = []
+        self._last_state: StepState | None = None
+        self._commits = CommitTotals()
+        #: When the last commit fell due, by time.monotonic().
+        self._committed_seconds = time.monotonic()
         self._sampler = PeakSampler(anonymous_bytes() if baseline_bytes is None else baseline_bytes)
         self._read_bytes = engine.statistics().read_bytes
         self._written_bytes = engine.statistics().written_bytes
+        #: Bytes that need not be read and written, up to the last step's end.
+        self._saved_bytes = (0, 0)
         self._closed = False
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
@@ -236,6 +274,7 @@ class Trainer:
             step=self._position.step,
             residency=self._manager.statistics(),
             nvme=self._engine.statistics(),
+            commits=replace(self._commits),
             host_peak_bytes=self._sampler.peak_bytes,
         )
 
@@ -247,6 +286,16 @@ class Trainer:
     def last_spans(self) -> list[Span]:
         """When each op ran that ended between the last two returns of :meth:`step`: the timeline of a step."""
         return self._last_spans
+
+    def step_times(self) -> StepTimes:
+        """How long the lanes worked for the parts of the last full step: what the choice of a delay rests on.
+
+        Of a step without a delay, and not the first, whose reads others would not need. Raises ConfigError otherwise.
+        """
+        linked = self._plans.get((self.config.num_micro_batches, False))
+        if linked is None or not self._last_spans or self._delays:
+            raise ConfigError("step_times: needs a full step without a delay, after the first")
+        return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
 
     def step(self, micro_batches: Sequence[Batch], *, run: RunRecord | None = None) -> StepMetrics:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
@@ -291,18 +340,15 @@ class Trainer:
     def _step(
         self, step: int, micro_batches: Sequence[Batch], num_items: int, started: float, run: RunRecord | None
     ) -> StepMetrics:
-        committable = self._position
-        due = committable.step % self.config.commit_every == 0
-        recorded = self._store.record
-        wanted = due and recorded is not None and recorded.step < committable.step
         state = StepState(
             step=step,
             batches=[_usable(batch) for batch in micro_batches],
             num_items=num_items,
             lr=self.config.schedule.at(step),
-            commit=(lambda: self._commit(committable)) if wanted else None,
+            commit_due=self._commit_is_due(step),
         )
         self._runtime.begin(state)
+        self._last_state = state
         self._open_steps.append(step)
         with private_rng():
             spans = self._executor.run(self._plan(len(micro_batches)), step)
@@ -317,6 +363,8 @@ class Trainer:
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
         )
+        if state.commit_due:
+            state.commit = partial(self._commit, self._position)
         if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
             self._executor.drain()  # what was begun, a commit perhaps, is over before the error says where the store is
             raise NonFiniteGradientError(
@@ -334,13 +382,28 @@ class Trainer:
     def commit(self) -> None:
         """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
         with self._turn():
+            if self._last_state is not None:
+                self._last_state.commit_due = True
             self._finish_updates()
-            record = self._store.record
-            if record is None or record.step < self._position.step:
-                self._commit(self._position)
+            self._commit(self._position)
+
+    def _commit_is_due(self, step: int) -> bool:
+        """Whether a step that begins now is to be committed. Decided before it, as what is kept is written after it."""
+        every, minutes = self.config.commit_rule(keeps_states=self._setup.memory.kept.is_dirty_between_commits)
+        now = time.monotonic()
+        due = every is not None and step % every == 0
+        due = due or (minutes is not None and now - self._committed_seconds >= 60.0 * minutes)
+        if due:
+            self._committed_seconds = now
+        return due
 
     def _commit(self, position: _Position) -> None:
-        self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
+        """Commit, unless that was done meanwhile."""
+        record = self._store.record
+        if record is None or record.step < position.step:
+            self._commits.add(
+                self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
+            )
 
     def close(self) -> None:
         """Stop the lanes and free the memory. What was not committed is lost. Idempotent. Store and engine stay."""
@@ -417,7 +480,7 @@ class Trainer:
             make = vertical if self.config.plan == "vertical" else horizontal
             plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
         else:
-            plan = link(flush(self._shapes, buffers))
+            plan = link(flush(self._shapes, buffers, pending=self._pending))
         if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
             self._plans[key] = plan
         return plan
@@ -425,13 +488,18 @@ class Trainer:
     @property
     def _delays(self) -> bool:
         """Every step leaves some updates to the next one."""
-        return any(
+        return self.config.speculates or any(
             first < shape.num_pieces for first, shape in zip(self._setup.delayed_from, self._shapes, strict=True)
         )
 
     def _finish_updates(self) -> None:
-        """Do the delayed updates of the last step now, and wait until everything is written."""
-        if self._pending:
+        """Do the delayed updates of the last step now, and wait until everything is written.
+
+        What is kept in memory is written only if the last step is to be committed.
+        """
+        last = self._last_state
+        keeps = last is not None and last.commit_due and self._setup.memory.kept.is_dirty_between_commits
+        if self._pending or keeps:
             with private_rng():
                 self._executor.run(self._plan(0), self._position.step + 1)
             self._pending = False
@@ -467,6 +535,8 @@ class Trainer:
     def _metrics(self, state: StepState, spans: list[Span], started: float, stopped: float) -> StepMetrics:
         statistics = self._engine.statistics()
         read, written = statistics.read_bytes, statistics.written_bytes
+        kinds = self._manager.statistics().kinds.values()
+        saved = sum(kind.saved_read_bytes for kind in kinds), sum(kind.saved_written_bytes for kind in kinds)
         times = lane_times(spans, started, stopped)
         metrics = StepMetrics(
             step=state.step,
@@ -479,12 +549,14 @@ class Trainer:
             seconds=stopped - started,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
+            nvme_read_saved_bytes=saved[0] - self._saved_bytes[0],
+            nvme_written_saved_bytes=saved[1] - self._saved_bytes[1],
             busy_seconds={lane.value: times[lane].busy_seconds for lane in times},
             stall_seconds={lane.value: times[lane].stall_seconds for lane in times},
             host_peak_bytes=self._sampler.peak_bytes,
             device_peak_bytes=0,
         )
-        self._read_bytes, self._written_bytes = read, written
+        self._read_bytes, self._written_bytes, self._saved_bytes = read, written, saved
         return metrics
 
 

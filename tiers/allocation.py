@@ -122,7 +122,7 @@ def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, 
     block = status.f_frsize
     need = sum(-(-size // block) * block for size in sizes) + extra_bytes
     need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
-    free = status.f_bavail * block + freed_bytes
+    free = free_bytes(place) + freed_bytes
     if need > free:
         raise StoreRefusedError(
             f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
@@ -142,6 +142,12 @@ def tree_bytes(directory: Path) -> int:
         for parent, _, names in os.walk(directory)
         for entry in names
     )
+
+
+def free_bytes(directory: Path) -> int:
+    """What an unprivileged user may still take on the file system of an existing directory."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def allocate(path: Path, num_bytes: int) -> None:

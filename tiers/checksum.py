@@ -5,6 +5,7 @@ Which chunk has which checksum, and when it counts as committed, is `store.py`'s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import google_crc32c
@@ -114,10 +115,10 @@ class ChunkChecksum:
         self._advance(array, num_bytes)
         self._checksums[array] = extend_zeros(self._checksums[array], num_bytes)
 
-    def finish(self) -> dict[StateArray, int]:
-        """The checksums of the four chunk files. Raises ValueError if a piece of an array has not been added."""
+    def finish(self, arrays: Iterable[StateArray] = StateArray) -> dict[StateArray, int]:
+        """The checksums of the chunk files of ``arrays``. Raises ValueError if a piece of one has not been added."""
         finished = {}
-        for array in StateArray:
+        for array in arrays:
             missing = self._used_elements * array.itemsize - self._num_bytes[array]
             if missing:
                 raise ValueError(f"{array.value} of {self._where}: {missing} bytes of its pieces were not added")

@@ -23,8 +23,10 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, StageLayout
 
 #: Raised by one when a reader of the version before would misread the store.
 FORMAT_VERSION = 1
-#: Places that each trainable chunk has.
+#: Places that each trainable chunk has: the committed version and the next.
 NUM_SLOTS = 2
+#: Places where the version before the newest is kept too, committed or not.
+NUM_SLOTS_WITH_PREVIOUS = 3
 
 METADATA_NAME = "zarr.json"
 COMMIT_NAME = "COMMIT.json"
@@ -48,7 +50,7 @@ _COVERED_FROM = len(_CHECKSUM_PREFIX) + 8 + len(b'",')
 _DIRECTORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 #: Keys of the root's ``attributes.hoist`` that the store writes itself.
-RESERVED_ATTRIBUTES = frozenset({"format_version", "created_by", "store_id", "chunk_elements", "stages"})
+RESERVED_ATTRIBUTES = frozenset({"format_version", "created_by", "store_id", "num_slots", "chunk_elements", "stages"})
 
 
 class StateArray(Enum):
@@ -74,6 +76,12 @@ class StateArray(Enum):
         return 2 if self in (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO) else 4
 
 
+#: The two halves of the weights.
+WEIGHT_ARRAYS = (StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)
+#: Adam's two moments.
+MOMENT_ARRAYS = (StateArray.EXP_AVG, StateArray.EXP_AVG_SQ)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitRecord:
     """What COMMIT.json says: the state to which the store opens."""
@@ -85,7 +93,7 @@ class CommitRecord:
     step: int
     """Optimizer steps that every chunk carries."""
     slots: tuple[str, ...]
-    """Per stage, one character a chunk: the slot (``0`` or ``1``) of its committed version."""
+    """Per stage, one character a chunk: the slot (``0``, ``1``, in some stores ``2``) of its committed version."""
     checksum_file: str
     """The CRC file, relative to the store."""
     checksum_file_crc32c: int
@@ -172,7 +180,7 @@ def _array(
 
 
 def metadata_files(
-    layouts: Sequence[StageLayout], attributes: Mapping[str, Any], *, store_id: str
+    layouts: Sequence[StageLayout], attributes: Mapping[str, Any], *, store_id: str, num_slots: int = NUM_SLOTS
 ) -> dict[str, bytes]:
     """Every zarr.json of a new store, by path relative to it, the root's first.
 
@@ -197,7 +205,7 @@ def metadata_files(
         if layout.num_chunks:
             for array in StateArray:
                 nodes[f"{directory}/{array.value}"] = _array(
-                    shape=(NUM_SLOTS, layout.padded_elements),
+                    shape=(num_slots, layout.padded_elements),
                     chunk_shape=(1, layout.chunk_elements),
                     dtype=array.dtype,
                     dimension_names=("slot", "element"),
@@ -217,6 +225,7 @@ def metadata_files(
                 "format_version": FORMAT_VERSION,
                 "created_by": f"hoist {__version__}",
                 "store_id": store_id,
+                "num_slots": num_slots,
                 "chunk_elements": {
                     "quantum": CHUNK_QUANTUM_ELEMENTS,
                     "largest": max((layout.chunk_elements for layout in layouts), default=0),
@@ -327,8 +336,8 @@ def decode_commit(data: bytes, path: Path) -> CommitRecord:
             raise StoreFormatError(f"{path}: adam_steps[{name!r}]: expected a count, saw {count!r:.100}")
     slots = _field(document, "slots", list, path)
     for stage, digits in enumerate(slots):
-        if not isinstance(digits, str) or not set(digits) <= {"0", "1"}:
-            raise StoreFormatError(f"{path}: slots[{stage}]: expected a string of 0 and 1, saw {digits!r:.100}")
+        if not isinstance(digits, str) or not set(digits) <= {"0", "1", "2"}:
+            raise StoreFormatError(f"{path}: slots[{stage}]: expected a string of 0 to 2, saw {digits!r:.100}")
     generation = _field(document, "generation", int, path)
     checksum_file = _field(document, "checksum_file", str, path)
     if checksum_file != checksum_path(generation):

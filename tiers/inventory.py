@@ -101,9 +101,9 @@ def stage_chunks(
         )
 
 
-def all_chunks(directory: Path, layouts: Sequence[StageLayout]) -> list[StoredChunk]:
-    """Every chunk file of a store, both slots, and the frozen arrays; without checksums."""
-    every_slot = range(store_format.NUM_SLOTS)
+def all_chunks(directory: Path, layouts: Sequence[StageLayout], *, num_slots: int) -> list[StoredChunk]:
+    """Every chunk file of a store, all slots, and the frozen arrays; without checksums."""
+    every_slot = range(num_slots)
     return [
         chunk
         for layout in layouts

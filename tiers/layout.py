@@ -177,6 +177,13 @@ class StageLayout:
                 )
         return tuple(found)
 
+    def used_elements(self) -> tuple[int, ...]:
+        """Elements of each chunk that pieces cover: all but the end of the last."""
+        covered = round_up(self.num_elements, CHUNK_QUANTUM_ELEMENTS)
+        return tuple(
+            min(self.chunk_elements, covered - chunk * self.chunk_elements) for chunk in range(self.num_chunks)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The stage's ``attributes.hoist`` in its ``zarr.json``; :meth:`from_json` reads it back."""
 

@@ -38,6 +38,10 @@ class ItemKind(Enum):
     """The compute weights of a stage (first: stage)."""
     STATES = "states"
     """Weights and moments of one piece on its way through the optimizer (first: stage, second: piece)."""
+    KEPT_WEIGHTS = "kept weights"
+    """Both halves of the weights of a chunk that stay from step to step (first: stage, second: chunk)."""
+    KEPT_MOMENTS = "kept moments"
+    """Its moments (first: stage, second: chunk)."""
     GRADIENT = "gradient"
     """The gradients of a stage (first: stage)."""
     ACTIVATION = "activation"
@@ -114,6 +118,10 @@ class KindStatistics:
     """Weights: visits for which they had to be read."""
     evictions: int
     """Times that another item took the buffer, or that it became out of date."""
+    saved_read_bytes: int
+    """Bytes that need not be read from NVMe, since they were kept from the step before."""
+    saved_written_bytes: int
+    """Bytes that need not be written to NVMe, since they were kept; what commits wrote of them is taken off."""
     resident_bytes: int
     """Bytes of such items in buffers now."""
 
@@ -151,16 +159,20 @@ class _Record:
 class _Counters:
     """Mutable counters of one kind."""
 
-    __slots__ = ("evictions", "filled_bytes", "fills", "hits", "misses", "writes", "written_bytes")
+    __slots__ = (
+        "evictions", "filled_bytes", "fills", "hits", "misses", "saved_read_bytes", "saved_written_bytes", "writes",
+        "written_bytes",
+    )
 
     def __init__(self) -> None:
         self.fills = self.filled_bytes = self.writes = self.written_bytes = 0
+        self.saved_read_bytes = self.saved_written_bytes = 0
         self.hits = self.misses = self.evictions = 0
 
 
 _RESIDENT = frozenset({State.FILLING, State.CLEAN, State.BOUND, State.DIRTY, State.WRITING})
 #: Kinds whose bytes always are on NVMe too: no record is kept while they are only there.
-_HOMED = frozenset({ItemKind.WEIGHTS, ItemKind.STATES})
+_HOMED = frozenset({ItemKind.WEIGHTS, ItemKind.STATES, ItemKind.KEPT_WEIGHTS, ItemKind.KEPT_MOMENTS})
 
 
 class Manager:
@@ -305,6 +317,12 @@ class Manager:
             del self._records[item]
             self._move(item, record, before, State.ABSENT, "discard")
 
+    def save(self, kind: ItemKind, *, read_bytes: int = 0, written_bytes: int = 0) -> None:
+        """No move: so many bytes were not transferred, because they were kept (less than 0: a commit wrote them)."""
+        with self._lock:
+            self._counters[kind].saved_read_bytes += read_bytes
+            self._counters[kind].saved_written_bytes += written_bytes
+
     # ------------------------------------------------------------------ questions
 
     def state(self, item: Item) -> State:
@@ -343,6 +361,8 @@ class Manager:
                         hits=counters.hits,
                         misses=counters.misses,
                         evictions=counters.evictions,
+                        saved_read_bytes=counters.saved_read_bytes,
+                        saved_written_bytes=counters.saved_written_bytes,
                         resident_bytes=self._resident[kind],
                     )
                     for kind, counters in self._counters.items()

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoist.tiers import allocation, checksum, creation, drives, inventory
+from hoist.tiers import allocation, checksum, creation, drives
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.errors import StoreFormatError
 from hoist.tiers.format import CommitRecord, StageChecksums
+from hoist.tiers.inventory import StoredChunk
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 
@@ -25,6 +26,7 @@ class Opened:
     """What reading a store's small files gave."""
 
     layouts: tuple[StageLayout, ...]
+    num_slots: int
     attributes: dict[str, Any]
     record: CommitRecord
     checksums: list[StageChecksums]
@@ -105,16 +107,23 @@ def _read_commit(directory: Path, commit_bytes: bytes) -> Opened:
             f"{directory}: {store_format.METADATA_NAME} of the root or of a stage was changed: "
             f"{store_format.COMMIT_NAME} states crc32c {record.metadata_crc32c:08x}, they give {actual:08x}"
         )
+    num_slots = attributes.get("num_slots")
+    if num_slots not in (store_format.NUM_SLOTS, store_format.NUM_SLOTS_WITH_PREVIOUS):
+        raise StoreFormatError(f"{root_path}: attributes.hoist.num_slots: expected 2 or 3, saw {num_slots!r:.100}")
     counts = [layout.num_chunks for layout in layouts]
     if [len(digits) for digits in record.slots] != counts:
         seen = [len(digits) for digits in record.slots]
         raise StoreFormatError(f"{commit_path}: slots: expected {counts} chunks per stage, saw {seen}")
+    if any(int(digit) >= num_slots for digits in record.slots for digit in digits):
+        raise StoreFormatError(f"{commit_path}: slots: a slot is named beyond the {num_slots} that the store has")
     checksum_path = directory / record.checksum_file
     checksums = store_format.decode_checksums(
         _read_file(checksum_path), checksum_path, layouts=layouts, expected_crc32c=record.checksum_file_crc32c
     )
     own = store_format.callers_attributes(attributes)
-    return Opened(layouts=tuple(layouts), attributes=own, record=record, checksums=checksums)
+    return Opened(
+        layouts=tuple(layouts), num_slots=num_slots, attributes=own, record=record, checksums=checksums
+    )
 
 
 def _read_file(path: Path) -> bytes:
@@ -124,8 +133,8 @@ def _read_file(path: Path) -> bytes:
         raise StoreFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def tidy(directory: Path, record: CommitRecord, layouts: Sequence[StageLayout], engine: IoEngine) -> None:
-    """Remove what a killed writer left: a half-made commit, scratch, and what `drives.tidy` says."""
+def tidy(directory: Path, record: CommitRecord, chunks: Sequence[StoredChunk], engine: IoEngine) -> None:
+    """Remove what a killed writer left: a half-made commit, scratch, and what `drives.tidy` says of all ``chunks``."""
     (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
     for path in (directory / store_format.CRC_DIRECTORY).iterdir():
         if path != directory / record.checksum_file:
@@ -134,4 +143,4 @@ def tidy(directory: Path, record: CommitRecord, layouts: Sequence[StageLayout], 
     creation.remove_tree(scratch, engine)
     scratch.mkdir()
     if (directory / store_format.DRIVES_DIRECTORY).is_dir():
-        drives.tidy(directory, record, inventory.all_chunks(directory, layouts))
+        drives.tidy(directory, record, chunks)

@@ -1,4 +1,4 @@
-"""Which of its two slots each chunk is read from and written to. Pure state: no files, no threads.
+"""Which of its slots each chunk is read from and written to. Pure state: no files, no threads.
 
 `store.py` turns slots into paths and guards the table; `commit.py` makes a commit durable before the table hears of it.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+#: Two versions must find room at once: the committed one and the next.
+MIN_SLOTS = 2
 _NONE = 0xFF
 
 
@@ -27,20 +29,34 @@ class ChunkState(Enum):
 class SlotTable:
     """The slot rule: read where last written, write where the last commit does not point, publish the last written.
 
-    A chunk written twice between two commits overwrites its own uncommitted version, in place, piece by piece.
+    With a slot to spare the version before the newest stays too, until the chunk is written again. With two slots, a
+    chunk written twice between two commits overwrites its own uncommitted version, in place, piece by piece.
     """
 
-    def __init__(self, num_chunks: Sequence[int], committed: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, num_chunks: Sequence[int], committed: Sequence[str] | None = None, *, num_slots: int = MIN_SLOTS
+    ) -> None:
+        """``committed``: per stage a digit a chunk, from the last commit; None for a new store.
+
+        Raises ValueError if they are of another number of chunks or name a slot that is not there.
+        """
+        if num_slots < MIN_SLOTS:
+            raise ValueError(f"num_slots: {num_slots} are too few; at least {MIN_SLOTS} are needed")
         if committed is not None and [len(digits) for digits in committed] != list(num_chunks):
             got = [len(digits) for digits in committed]
             raise ValueError(f"slots: expected {list(num_chunks)} chunks per stage, got {got}")
-        #: Per stage and chunk, the slot that the last commit names; 1 before the first: slot 0 is written first.
-        self._committed = [bytearray([1]) * count for count in num_chunks]
+        self.num_slots = num_slots
+        #: Per stage and chunk, the slot that the last commit names; the last one before the first commit.
+        self._committed = [bytearray([num_slots - 1]) * count for count in num_chunks]
         #: Slot of the newest complete version; _NONE if there is none.
         self._newest = [bytearray([_NONE]) * count for count in num_chunks]
-        #: 1 while a write into the uncommitted slot is unfinished.
-        self._writing = [bytearray(count) for count in num_chunks]
+        #: Slot of the version before the newest, if it is still whole; else, and during a write, _NONE.
+        self._previous = [bytearray([_NONE]) * count for count in num_chunks]
+        #: Slot of an unfinished write; else _NONE.
+        self._writing = [bytearray([_NONE]) * count for count in num_chunks]
         if committed is not None:
+            if any(int(digit) >= num_slots for digits in committed for digit in digits):
+                raise ValueError(f"slots: a digit is not below {num_slots}, the slots that the store has")
             self._committed = [bytearray(int(digit) for digit in digits) for digits in committed]
             self._newest = [bytearray(slots) for slots in self._committed]
 
@@ -48,7 +64,7 @@ class SlotTable:
         """The chunk's state. Raises IndexError if there is no such chunk, as all methods do."""
         self._check(stage, chunk)
         newest = self._newest[stage][chunk]
-        if self._writing[stage][chunk]:
+        if self._writing[stage][chunk] != _NONE:
             return ChunkState.WRITING
         if newest == _NONE:
             return ChunkState.ABSENT
@@ -62,19 +78,44 @@ class SlotTable:
             raise RuntimeError(f"stage {stage} chunk {chunk}: read before it was ever written")
         return newest
 
-    def begin_write(self, stage: int, chunk: int) -> int:
-        """Slot to write to; the same until the write ends, however often it is asked for."""
+    def previous_slot(self, stage: int, chunk: int) -> int:
+        """Slot of the version before the newest. Raises RuntimeError if that has been overwritten."""
         self._check(stage, chunk)
-        self._writing[stage][chunk] = 1
-        return 1 - self._committed[stage][chunk]
+        previous = self._previous[stage][chunk]
+        if previous == _NONE:
+            raise RuntimeError(f"stage {stage} chunk {chunk}: the version before the newest is not kept")
+        return previous
+
+    def begin_write(self, stage: int, chunk: int, *, again: bool = False) -> int:
+        """Slot to write the next version to; the same until the write ends, however often it is asked for.
+
+        ``again``: write the newest version once more, in its place; only an uncommitted one, else RuntimeError.
+        """
+        self._check(stage, chunk)
+        if self._writing[stage][chunk] != _NONE:
+            return self._writing[stage][chunk]
+        newest, committed = self._newest[stage][chunk], self._committed[stage][chunk]
+        if again:
+            if newest in (_NONE, committed):
+                raise RuntimeError(f"stage {stage} chunk {chunk}: its newest version is committed and must not change")
+            slot = newest
+        else:
+            free = [slot for slot in range(self.num_slots) if slot != committed]
+            slot = next((slot for slot in free if slot != newest), free[0])
+            self._previous[stage][chunk] = _NONE
+        self._writing[stage][chunk] = slot
+        return slot
 
     def end_write(self, stage: int, chunk: int) -> None:
         """The chunk has been written whole. Raises RuntimeError if no write had begun."""
         self._check(stage, chunk)
-        if not self._writing[stage][chunk]:
+        slot = self._writing[stage][chunk]
+        if slot == _NONE:
             raise RuntimeError(f"stage {stage} chunk {chunk}: noted as written, but no write had begun")
-        self._writing[stage][chunk] = 0
-        self._newest[stage][chunk] = 1 - self._committed[stage][chunk]
+        self._writing[stage][chunk] = _NONE
+        if slot != self._newest[stage][chunk]:
+            self._previous[stage][chunk] = self._newest[stage][chunk]
+            self._newest[stage][chunk] = slot
 
     def chunks_in(self, *states: ChunkState) -> list[tuple[int, int]]:
         """Stage and number of every chunk in one of ``states``, in order."""
@@ -102,11 +143,6 @@ class SlotTable:
     def published(self) -> None:
         """A commit of :meth:`newest_slots` is durable: the slots that it does not name are free."""
         self._committed = [bytearray(slots) for slots in self._newest]
-
-    def committed_slot(self, stage: int, chunk: int) -> int:
-        """Slot that the last commit names; meaningless before the first."""
-        self._check(stage, chunk)
-        return self._committed[stage][chunk]
 
     def _check(self, stage: int, chunk: int) -> None:
         if not (0 <= stage < len(self._committed) and 0 <= chunk < len(self._committed[stage])):

@@ -63,6 +63,7 @@ class Store:
         engine: IoEngine,
         lock: StoreLock | None,
         layouts: tuple[StageLayout, ...],
+        num_slots: int,
         attributes: dict[str, Any],
         store_id: str,
         metadata_crc32c: int,
@@ -86,7 +87,13 @@ class Store:
         self._lock = lock
         self._metadata_crc32c = metadata_crc32c
         self._drives = drives
-        self._slots = SlotTable([layout.num_chunks for layout in layouts], None if record is None else record.slots)
+        #: Places that each chunk has; with three, the version before the newest is kept until the next is begun.
+        self.num_slots = num_slots
+        self._slots = SlotTable(
+            [layout.num_chunks for layout in layouts], None if record is None else record.slots, num_slots=num_slots
+        )
+        #: Arrays of a chunk's newest version that its writer still keeps in memory, by stage and chunk.
+        self._kept: dict[tuple[int, int], set[StateArray]] = {}
         #: Of the newest complete version of each chunk; 0 where there is none yet.
         self._newest = checksums or [
             StageChecksums(chunks=np.zeros((layout.num_chunks, len(StateArray)), np.uint32), frozen=0)
@@ -107,7 +114,7 @@ class Store:
             {
                 (array, slot): stage / array.value / "c" / str(slot)
                 for array in StateArray
-                for slot in range(store_format.NUM_SLOTS)
+                for slot in range(num_slots)
             }
             for stage in stages
         ]
@@ -122,6 +129,7 @@ class Store:
         layouts: Sequence[StageLayout],
         attributes: Mapping[str, Any],
         engine: IoEngine,
+        num_slots: int = store_format.NUM_SLOTS,
         scratch_bytes: int = 0,
         drives: Sequence[MeasuredDirectory] = (),
         fresh: bool = False,
@@ -129,7 +137,8 @@ class Store:
     ) -> Self:
         """Make a store with every chunk file reserved on the drive, reading as zeros, and nothing committed.
 
-        Every chunk and frozen array must be written and noted before the first commit. ``scratch_bytes`` is counted
+        Every chunk and frozen array must be written and noted before the first commit. ``num_slots`` is 2, or 3 to
+        keep the version before the newest (:meth:`place`) at 12 bytes a parameter. ``scratch_bytes`` is counted
         in the free-space check; ``progress`` gets done and total bytes reserved. What an earlier creation that never
         committed left is replaced; so is a committed store with ``fresh``, whose COMMIT.json is removed durably first.
         ``drives``: the directories that the chunk files are dealt out over, ``directory`` itself first (`dealing.py`).
@@ -140,8 +149,9 @@ class Store:
         """
         directory = directory.absolute()
         store_id = str(uuid.uuid4())
-        metadata = store_format.metadata_files(layouts, attributes, store_id=store_id)
-        shares = creation.share_out(directory, inventory.all_chunks(directory, layouts), drives)
+        metadata = store_format.metadata_files(layouts, attributes, store_id=store_id, num_slots=num_slots)
+        chunks = inventory.all_chunks(directory, layouts, num_slots=num_slots)
+        shares = creation.share_out(directory, chunks, drives)
         further = [share.directory for share in shares[1:]]
 
         def check() -> DirectoryState:
@@ -149,6 +159,7 @@ class Store:
                 directory,
                 layouts=layouts,
                 attributes=attributes,
+                num_slots=num_slots,
                 scratch_bytes=scratch_bytes,
                 drives=drives,
                 fresh=fresh,
@@ -188,6 +199,7 @@ class Store:
             engine=engine,
             lock=lock,
             layouts=tuple(layouts),
+            num_slots=num_slots,
             attributes=store_format.callers_attributes(root),  # as opening would read them
             store_id=store_id,
             metadata_crc32c=opening.metadata_crc32c(metadata, layouts),
@@ -203,6 +215,7 @@ class Store:
         *,
         layouts: Sequence[StageLayout],
         attributes: Mapping[str, Any],
+        num_slots: int = store_format.NUM_SLOTS,
         scratch_bytes: int = 0,
         drives: Sequence[MeasuredDirectory] = (),
         fresh: bool = False,
@@ -212,8 +225,10 @@ class Store:
         further = [one.directory for one in drives[1:]]
         state = allocation.check_creatable(directory, fresh=fresh)
         replaced = store_drives.check_places(directory, further, fresh=fresh)
-        metadata = store_format.metadata_files(layouts, attributes, store_id=str(uuid.UUID(int=0)))
-        chunks = inventory.all_chunks(directory, layouts)
+        metadata = store_format.metadata_files(
+            layouts, attributes, store_id=str(uuid.UUID(int=0)), num_slots=num_slots
+        )
+        chunks = inventory.all_chunks(directory, layouts, num_slots=num_slots)
         shares = creation.share_out(directory, chunks, drives)
         extra_bytes = scratch_bytes + sum(map(len, metadata.values()))
         extra_bytes += 2 * 4 * len(chunks)  # the CRC file: one each commit, two for a moment
@@ -259,6 +274,7 @@ class Store:
                 engine=engine,
                 lock=lock,
                 layouts=found.layouts,
+                num_slots=found.num_slots,
                 attributes=found.attributes,
                 store_id=found.record.store_id,
                 metadata_crc32c=found.record.metadata_crc32c,
@@ -266,7 +282,7 @@ class Store:
                 record=found.record,
                 checksums=found.checksums,
             )
-            every = inventory.all_chunks(directory, found.layouts)
+            every = inventory.all_chunks(directory, found.layouts, num_slots=found.num_slots)
             committed = store._committed_chunks()
             bad = next(inventory.check_sizes(every if writable else committed), None)
             if bad is None and check == "crc":
@@ -277,7 +293,7 @@ class Store:
                 for chunk in every:
                     if inventory.lacks_blocks(chunk):
                         allocation.allocate(chunk.path, chunk.num_bytes)
-                opening.tidy(directory, found.record, found.layouts, engine)
+                opening.tidy(directory, found.record, every, engine)
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -316,12 +332,18 @@ class Store:
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
-    def place(self, stage: int, array: StateArray, piece: Piece, *, write: bool) -> Place:
-        """Where ``piece`` of ``array`` is read (its newest complete version) or written (the slot not committed).
+    def place(self, stage: int, array: StateArray, piece: Piece, *, write: bool, again: bool = False) -> Place:
+        """Where ``piece`` of ``array`` is read (its newest complete version) or written (a slot not committed).
 
         Asking for a write's place begins a write of the whole chunk: all four arrays must be written, and
-        :meth:`note_written` called, before the next commit. Raises RuntimeError on reading what was never written, and
-        on writing to a store that is read-only, closed or broken.
+        :meth:`note_written` called, before the next commit.
+
+        ``again`` is for making the newest version another time: then what is read is the version before it, and what
+        is written lies where the newest is, which must not be committed yet. It also completes a version of which
+        arrays were kept in memory. A store of two slots has the version before only if that is the committed one.
+
+        Raises RuntimeError on reading what was never written or is overwritten, and on writing to a store that is
+        read-only, closed or broken.
         """
         layout = self.layouts[stage]
         first = piece.chunk * layout.chunk_elements
@@ -330,7 +352,9 @@ class Store:
         if write:
             with self._gate:
                 self._check_writable()
-                slot = self._slots.begin_write(stage, piece.chunk)
+                slot = self._slots.begin_write(stage, piece.chunk, again=again)
+        elif again:
+            slot = self._slots.previous_slot(stage, piece.chunk)
         else:
             slot = self._slots.read_slot(stage, piece.chunk)
         return Place(
@@ -343,19 +367,37 @@ class Store:
         """Where the chunk's newest version is."""
         return self._slots.state(stage, chunk)
 
-    def note_written(self, stage: int, chunk: int, checksums: Mapping[StateArray, int]) -> None:
-        """All pieces of the chunk's four arrays have been written (futures done): it is now the version to read.
+    def note_written(
+        self,
+        stage: int,
+        chunk: int,
+        checksums: Mapping[StateArray, int],
+        *,
+        kept: frozenset[StateArray] = frozenset(),
+        again: bool = False,
+    ) -> None:
+        """All pieces of the chunk's arrays have been written (futures done): it is now the version to read.
 
-        ``checksums`` are those of the whole chunk files (:class:`hoist.tiers.checksum.ChunkChecksum`). Raises
-        ValueError if one is missing, RuntimeError if no write had begun.
+        ``checksums`` are those of the whole chunk files (:class:`hoist.tiers.checksum.ChunkChecksum`), of all four
+        arrays. ``kept`` are arrays of this version that the caller keeps in memory instead: it writes them, with
+        ``again``, before the next commit, and notes those.
+
+        Raises ValueError if a checksum is missing, RuntimeError if no write had begun.
         """
-        if set(checksums) != set(StateArray):
-            raise ValueError(f"checksums: expected one for each of {', '.join(array.value for array in StateArray)}")
-        row = np.array([checksums[array] for array in StateArray], dtype=np.uint32)
         with self._gate:
             self._check_writable()
+            lacking = kept | (self._kept.get((stage, chunk), frozenset()) if again else frozenset()) - set(checksums)
+            if not again and set(checksums) | lacking != set(StateArray):
+                expected = ", ".join(array.value for array in StateArray if array not in kept)
+                raise ValueError(f"checksums: expected one for each of {expected}")
             self._slots.end_write(stage, chunk)
-            self._newest[stage].chunks[chunk] = row
+            for column, array in enumerate(StateArray):
+                if array in checksums:
+                    self._newest[stage].chunks[chunk, column] = checksums[array]
+            if lacking:
+                self._kept[stage, chunk] = set(lacking)
+            else:
+                self._kept.pop((stage, chunk), None)
 
     def frozen_place(self, stage: int) -> Place:
         """The stage's whole frozen array. Written once, between creation and the first commit."""
@@ -393,6 +435,9 @@ class Store:
             if before is not None and step < before.step:
                 raise ValueError(f"step: {step} is before the committed step {before.step}")
             slots = self._slots.newest_slots()
+            if self._kept:
+                stage, chunk = next(iter(self._kept))
+                raise RuntimeError(f"stage {stage} chunk {chunk}: a part is in memory only, cannot commit")
             for layout in self.layouts:
                 if layout.frozen_bytes and layout.index not in self._frozen_written:
                     raise RuntimeError(f"stage {layout.name!r}: frozen tensors were never written, cannot commit")
@@ -500,7 +545,8 @@ class Store:
     def chunk_files(self) -> list[StoredChunk]:
         """Every chunk file of the store; those that the last commit does not name have no ``crc32c``."""
         committed = {chunk.path: chunk for chunk in self._committed_chunks()}
-        return [committed.get(chunk.path, chunk) for chunk in inventory.all_chunks(self.directory, self.layouts)]
+        every = inventory.all_chunks(self.directory, self.layouts, num_slots=self.num_slots)
+        return [committed.get(chunk.path, chunk) for chunk in every]
 
     def _committed_chunks(self) -> list[StoredChunk]:
         if self.record is None:

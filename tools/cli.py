@@ -115,7 +115,19 @@ def train(
         str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
     ] = None,
     commit_every: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Steps between commits. Default 10.")
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Steps between commits. Default 10, or by time where states are kept in memory: a commit must write "
+            "those.",
+        ),
+    ] = None,
+    commit_minutes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_RUN,
+            help="Minutes after which a commit is due at the latest. Default 10 where states are kept in memory.",
+        ),
     ] = None,
     seed: Annotated[
         str | None,
@@ -168,6 +180,15 @@ def train(
             "0 (default): no clipping.",
         ),
     ] = None,
+    clip_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_OPTIMIZER,
+            help="exact (default): updates wait for the norm. speculative: they are made at once and made again where "
+            "the norm was too large, with the same results; a new store takes 12 more bytes a parameter for it, unless "
+            "every step is committed.",
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -187,7 +208,14 @@ def train(
         typer.Option(
             metavar="X", rich_help_panel=_MACHINE,
             help="Share (0 to 1) of the optimizer's work that is done in the next step's forward instead of this "
-            "step's backward: the same results. Default 0; with --clip-norm 1.",
+            "step's backward: the same results. auto: measured in the first steps. Default 0; with --clip-norm 1.",
+        ),
+    ] = None,
+    residency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_MACHINE,
+            help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
         ),
     ] = None,
     dtype: Annotated[

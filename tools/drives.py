@@ -73,7 +73,7 @@ def look(store: Path) -> tuple[DriveUse, ...]:
     found = opening.read(store)
     known = drives.registered(found.record, store)
     held: dict[str, list[int]] = {drive.id: [] for drive in known}
-    for chunk in inventory.all_chunks(store, found.layouts):
+    for chunk in inventory.all_chunks(store, found.layouts, num_slots=found.num_slots):
         drive = drive_of(chunk.path, store, known)
         if drive is not None:
             held[drive.id].append(chunk.num_bytes)

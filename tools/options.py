@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from hoist.optim import SCHEDULE_KINDS, AdamWHyperparameters, HyperparameterError, Schedule
+from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.config import Order as Plan
-from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
@@ -47,6 +47,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "plan": get_args(Plan),
     "dtype": ("auto", "float32"),
     "attention": get_args(Attention),
+    "clip_mode": get_args(ClipMode),
     "io": ENGINE_KINDS,
     "token_bytes": (2, 4),
 }
@@ -60,10 +61,17 @@ MINIMA: Mapping[str, int] = {
     "commit_every": 1,
     "seed": 0,
 }
+#: The options that are a share or the word "auto".
+AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "max_chunk_elements", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
-WITHOUT_EFFECT = frozenset({"host_memory", "plan", "delay", "commit_every", "token_bytes", "dtype"})
+WITHOUT_EFFECT = frozenset(
+    {
+        "host_memory", "plan", "delay", "clip_mode", "residency", "commit_every", "commit_minutes", "token_bytes",
+        "dtype",
+    }
+)
 #: What differs in these, others tell: the model's configuration, the data's content.
 TOLD_ELSEWHERE = frozenset({"model", "data"})
 _MAX_SEED = 2**63 - 1
@@ -108,16 +116,22 @@ class TrainOptions:
     """Leave biases and norms without decay."""
     clip_norm: float = 0.0
     """Largest global norm of a step's gradients; 0: no clipping."""
-    commit_every: int = 10
+    clip_mode: ClipMode = "exact"
+    """Whether updates of a clipped step wait for its norm, or are made and taken back where that was wrong."""
+    commit_every: int | None = None
     """Steps between commits."""
+    commit_minutes: float | None = None
+    """Minutes between commits. Neither given: 10 minutes where states are kept in memory, else 10 steps."""
+    residency: float = 1.0
+    """Largest share of the states that host memory keeps from step to step."""
     seed: int = 0
     """Seeds initial weights, the shuffle and dropout."""
     order: DataOrder = "sequential"
     """Order of the windows."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
-    delay: float = 0.0
-    """Share of the optimizer's work that is done in the next step's forward; all of it with clipping."""
+    delay: str = "0"
+    """Share of the optimizer's work that is done in the next step's forward (with exact clipping all), or auto."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
     dropout: float | None = None
@@ -144,8 +158,9 @@ class TrainOptions:
                 more = " (others need a GPU)" if name == "dtype" else ""
                 raise ConfigError(f"{flag(name)}: {value!r} is not one of {', '.join(map(str, allowed))}{more}")
         for name, least in MINIMA.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{flag(name)}: {getattr(self, name)} is not allowed; give at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{flag(name)}: {value} is not allowed; give at least {least}")
         if self.seed > _MAX_SEED:
             raise ConfigError(f"--seed: {self.seed} is not allowed; give 0 to {_MAX_SEED}")
         if self.max_chunk_elements < 0 or self.max_chunk_elements % CHUNK_QUANTUM_ELEMENTS:
@@ -153,8 +168,12 @@ class TrainOptions:
                 f"--max-chunk-elements: {self.max_chunk_elements} is not allowed; give a multiple of "
                 f"{CHUNK_QUANTUM_ELEMENTS}, or 0 for the default"
             )
-        if not 0.0 <= self.delay <= 1.0:
-            raise ConfigError(f"--delay: {self.delay} is not allowed; give a share from 0 to 1")
+        if self.delay != AUTO and not 0.0 <= _share(self.delay) <= 1.0:
+            raise ConfigError(f"--delay: {self.delay} is not allowed; give a share from 0 to 1, or auto")
+        if not 0.0 <= self.residency <= 1.0:
+            raise ConfigError(f"--residency: {self.residency} is not allowed; give a share from 0 to 1")
+        if self.commit_minutes is not None and not 0.0 < self.commit_minutes < math.inf:
+            raise ConfigError(f"--commit-minutes: {self.commit_minutes} is not allowed; give a number above 0")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
             raise ConfigError(f"--clip-norm: {self.clip_norm} is not allowed; give a norm, or 0 for no clipping")
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
@@ -241,10 +260,15 @@ class TrainOptions:
                 ),
                 no_decay_norms=self.no_decay_norms,
                 clip_norm=self.clip_norm,
-                delay=self.delay,
+                clip_mode=self.clip_mode,
+                # Until it is picked there is none: it is picked by what steps without one do.
+                delay=0.0 if self.delay == AUTO else _share(self.delay),
                 plan=self.plan,
                 seed=self.seed,
                 commit_every=self.commit_every,
+                commit_minutes=self.commit_minutes,
+                residency=self.residency,
+                resident_weights=self.residency > 0.0,
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."
             name = str(error).split()[0].partition("[")[0]
@@ -284,6 +308,14 @@ def _kind(hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
     return str if get_origin(hint) is Literal else hint
+
+
+def _share(text: str) -> float:
+    """A number, or one that no share can be."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _parse_betas(text: str) -> tuple[float, float]:
@@ -336,6 +368,8 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         return _parse_betas(value)
     if name in ("data", "store") and isinstance(value, str):
         return (value,)
+    if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
     expected = _kind(hint)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is float:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self
 
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tiers.io.base import IoStatistics
 
 
@@ -34,6 +34,10 @@ class Totals:
     """Bytes read from the drive, those of making the store included."""
     nvme_written_bytes: int = 0
     """Bytes written to it."""
+    nvme_read_saved_bytes: int = 0
+    """Bytes that steps did not have to read, as states stayed in memory."""
+    nvme_written_saved_bytes: int = 0
+    """Bytes that they did not have to write."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -59,6 +63,8 @@ class Totals:
             first_loss=metrics.loss if self.first_loss is None and math.isfinite(metrics.loss) else self.first_loss,
             tokens=self.tokens + metrics.tokens,
             seconds=self.seconds + metrics.seconds,
+            nvme_read_saved_bytes=self.nvme_read_saved_bytes + metrics.nvme_read_saved_bytes,
+            nvme_written_saved_bytes=self.nvme_written_saved_bytes + metrics.nvme_written_saved_bytes,
         )
 
 
@@ -90,6 +96,8 @@ class RunStart:
     """Memory of the warmed-up process, which the budget comes on top of."""
     engine: str
     """The I/O engine's description of itself."""
+    commits: str
+    """When commits are due, for people."""
     drives: tuple[tuple[str, float], ...] = ()
     """Directory and share, from 0 to 1, of each drive that the store spans; empty if it is in one directory."""
     clips: bool = False
@@ -118,6 +126,8 @@ class RunEnd:
     """The last of them."""
     totals: Totals
     budget_bytes: int
+    commits: CommitTotals
+    """This call's."""
 
 
 class Reporter(Protocol):

@@ -104,6 +104,11 @@ class Display:
         )
         parts = [f"{label} {show_bytes(num_bytes)}" for label, num_bytes in start.setup.memory.parts() if num_bytes]
         self._field("", f"planned {show_bytes(start.setup.memory.need_bytes)}: {', '.join(parts)}")
+        memory = start.setup.memory
+        if memory.kept_bytes:
+            share = 100.0 * memory.kept_bytes / max(1, sum(each.num_bytes for each in memory.demand.keepable))
+            self._field("", f"{share:.0f}% of the states stay in memory from step to step")
+        self._field("commits", start.commits)
         self._line("")
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
@@ -165,6 +170,18 @@ class Display:
             "nvme",
             f"{show_bytes(end.totals.nvme_read_bytes)} read and {show_bytes(end.totals.nvme_written_bytes)} written "
             "since the store was made",
+        )
+        if end.totals.nvme_read_saved_bytes:
+            self._field(
+                "",
+                f"{show_bytes(end.totals.nvme_read_saved_bytes)} more would have been read and "
+                f"{show_bytes(max(0, end.totals.nvme_written_saved_bytes))} more written without the states in memory",
+            )
+        commits = "1 commit" if end.commits.number == 1 else f"{end.commits.number} commits"
+        self._field(
+            "commits",
+            f"{commits} took {end.commits.seconds:.1f} s, mostly beside computation "
+            f"({end.commits.flush_seconds:.1f} s until the drive had everything)",
         )
         promise = promised_bytes(end.budget_bytes)
         verdict = "within" if last.host_peak_bytes <= promise else "MORE THAN"

@@ -6,26 +6,29 @@ and weights first, data last. Options are in `options.py`, what is told in `repo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
+from hoist.scheduler.delay import SHARES, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
 from hoist.scheduler.models import build_model
-from hoist.scheduler.setup import Setup, lay_out_stages, prepare
+from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.trainer import CommitTotals, StepMetrics, Trainer
 from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
-from hoist.tiers.errors import RefusalError, StoreLockedError, StoreRefusedError
+from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, CommitRecord
 from hoist.tiers.io.base import IoEngine
@@ -40,7 +43,7 @@ from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
-from hoist.tools.options import TrainOptions
+from hoist.tools.options import AUTO, TrainOptions
 from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.stop import Stop
@@ -49,6 +52,8 @@ from hoist.tools.tokens import TokenSource
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
+#: Steps after which a delay is picked: the first reads what others need not, the next two are like them.
+MEASURED_STEPS = 3
 #: A vocabulary beyond this was made for a tokenizer: bytes would leave nearly all of it unused.
 _MANY_IDS = 1024
 
@@ -102,15 +107,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
-            with Trainer(
-                model=run.model,
-                store=store,
-                engine=engine,
-                config=options.trainer_config(),
-                baseline_bytes=run.baseline_bytes,
-                setup=run.setup,
-            ) as trainer:
-                return _loop(run, trainer, data, start, engine, stop, report, metrics_file)
+            return _Loop(run, store, data, start, engine, stop, report, metrics_file).run_to_end()
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------
@@ -128,9 +125,10 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         if resume:
             # Read-only, so that whatever is refused later leaves the store as it was.
             with Store.open(directory, engine=engine, writable=False) as store:
-                found, layouts = store.record, store.layouts
+                found, layouts, num_slots = store.record, store.layouts, store.num_slots
             assert found is not None
             options, changed = options.resuming(found.run.get("options", {}))
+            check_slots(directory, num_slots, options.trainer_config())
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
@@ -149,6 +147,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
                 directory,
                 layouts=layouts,
                 attributes=_attributes(options, source),
+                num_slots=setup.num_slots,
                 scratch_bytes=setup.scratch_bytes + small_bytes(source),
                 drives=measured,
                 fresh=options.fresh,
@@ -386,46 +385,110 @@ def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _loop(
-    run: _Prepared,
-    trainer: Trainer,
-    data: token_data.StepData,
-    start: RunStart,
-    engine: IoEngine,
-    stop: Stop,
-    report: Reporter,
-    metrics_file: MetricsFile | None,
-) -> RunEnd:
-    began = time.perf_counter()
-    options, totals = run.options, run.totals
-    last: StepMetrics | None = None
+class _Loop:
+    """The steps of one call: feeds the trainer, tells of each step, commits at the end."""
 
-    def kept(metrics: StepMetrics) -> Mapping[str, Any]:
+    def __init__(
+        self,
+        run: _Prepared,
+        store: Store,
+        data: token_data.StepData,
+        start: RunStart,
+        engine: IoEngine,
+        stop: Stop,
+        report: Reporter,
+        metrics_file: MetricsFile | None,
+    ) -> None:
+        self._run = run
+        self._store = store
+        self._data = data
+        self._start = start
+        self._engine = engine
+        self._stop = stop
+        self._report = report
+        self._metrics_file = metrics_file
+        self._totals = run.totals
+        self._last: StepMetrics | None = None
+        self._step = run.step
+        self._commits = CommitTotals()
+
+    def run_to_end(self) -> RunEnd:
+        """All steps that are left, or until a signal."""
+        began = time.perf_counter()
+        options = self._run.options
+        config, setup = options.trainer_config(), self._run.setup
+        if options.delay == AUTO and not config.delay_in_force:
+            delay = self._train(config, setup, until=self._run.step + MEASURED_STEPS, pick=True)
+            if delay:
+                config = replace(config, delay=delay)
+                setup = prepare(self._run.model, self._run.layouts, config)
+        self._train(config, setup, until=options.steps)
+        return _end(
+            self._run,
+            self._stop,
+            step=self._step,
+            last=self._last,
+            seconds=time.perf_counter() - began,
+            totals=self._totals.with_io(self._engine.statistics()),
+            commits=self._commits,
+        )
+
+    def _train(self, config: TrainerConfig, setup: Setup, *, until: int, pick: bool = False) -> float:
+        """Steps up to ``until``, then a commit. With ``pick``, the delay that these steps suggest for the others."""
+        run, picked = self._run, 0.0
+        with (
+            Trainer(
+                model=run.model,
+                store=self._store,
+                engine=self._engine,
+                config=config,
+                baseline_bytes=run.baseline_bytes,
+                setup=setup,
+            ) as trainer,
+            _explained(run, trainer),
+        ):
+            last = min(until, run.options.steps)
+            while trainer.step_number < last and not self._stop.before(step := trainer.step_number + 1):
+                self._last = trainer.step(self._data.step(step), run=self._kept)
+                _require_finite(self._last)
+                if self._metrics_file is not None:
+                    self._metrics_file.write(self._last)
+                self._report.step(self._last, self._start)
+            if pick and trainer.step_number == until < run.options.steps:
+                picked = self._pick_delay(trainer, config)
+            trainer.commit()
+            self._step = trainer.step_number
+            self._commits.join(trainer.statistics().commits)
+        return picked
+
+    def _pick_delay(self, trainer: Trainer, config: TrainerConfig) -> float:
+        """The share that fits the lanes as they were measured, and that the budget and the drive have room for."""
+        run = self._run
+        times = trainer.step_times()
+        stash_bytes: dict[float, int] = {}
+        room = allocation.free_bytes(run.directory)
+        for share in SHARES:
+            with contextlib.suppress(BudgetError):
+                needed = prepare(run.model, run.layouts, replace(config, delay=share)).stash_bytes
+                if needed <= room:
+                    stash_bytes[share] = needed
+        picked = choose(times, stash_bytes)
+        self._report.notice(
+            f"--delay auto: {picked:g} of the updates go into the next forward. Measured a step: forward "
+            f"{times.forward_seconds:.2f} s beside {times.forward_io_seconds:.2f} s of i/o, backward "
+            f"{times.backward_seconds:.2f} s beside {times.backward_io_seconds:.2f} s, updates "
+            f"{times.updates_seconds:.2f} s with {times.states_io_seconds:.2f} s of i/o"
+        )
+        return picked
+
+    def _kept(self, metrics: StepMetrics) -> Mapping[str, Any]:
         """What a commit says about the step."""
-        nonlocal totals
-        totals = totals.with_step(metrics)
+        self._totals = self._totals.with_step(metrics)
         return {
-            "data": data.position(metrics.step),
-            "options": options.remembered(),
-            "totals": totals.with_io(engine.statistics()).to_json(),
+            "data": self._data.position(metrics.step),
+            "options": self._run.options.remembered(),
+            "totals": self._totals.with_io(self._engine.statistics()).to_json(),
         }
-
-    with _explained(run, trainer):
-        while trainer.step_number < options.steps and not stop.before(step := trainer.step_number + 1):
-            last = trainer.step(data.step(step), run=kept)
-            _require_finite(last)
-            if metrics_file is not None:
-                metrics_file.write(last)
-            report.step(last, start)
-        trainer.commit()
-    return _end(
-        run,
-        stop,
-        step=trainer.step_number,
-        last=last,
-        seconds=time.perf_counter() - began,
-        totals=totals.with_io(engine.statistics()),
-    )
 
 
 @contextmanager
@@ -475,7 +538,16 @@ def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource, store: Store) 
         engine=engine.describe(),
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
+        commits=_commit_rule(options.trainer_config(), run.setup),
     )
+
+
+def _commit_rule(config: TrainerConfig, setup: Setup) -> str:
+    """When commits are due, for people."""
+    every, minutes = config.commit_rule(keeps_states=setup.memory.kept.is_dirty_between_commits)
+    rules = [] if every is None else ["step" if every == 1 else f"{every} steps"]
+    rules += [] if minutes is None else [f"{minutes:g} minutes"]
+    return f"every {' or '.join(rules)}, and at the end"
 
 
 def _end(
@@ -486,6 +558,7 @@ def _end(
     last: StepMetrics | None = None,
     seconds: float = 0.0,
     totals: Totals | None = None,
+    commits: CommitTotals | None = None,
 ) -> RunEnd:
     return RunEnd(
         store=run.options.main_store,
@@ -498,5 +571,6 @@ def _end(
         num_steps=step - run.step,
         last=last,
         totals=run.totals if totals is None else totals,
+        commits=commits or CommitTotals(),
         budget_bytes=run.options.host_memory_bytes(),
     )

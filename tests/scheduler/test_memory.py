@@ -202,6 +202,7 @@ def ranks(plan: MemoryPlan) -> tuple[int, ...]:
         plan.piece_elements,
         plan.num_activations,
         plan.num_kept_gradients,
+        plan.num_kept,
         plan.num_resident,
     )
 

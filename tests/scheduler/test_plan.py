@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +29,17 @@ from hoist.scheduler.plan import (
 from tests.support.simulation import Simulation, WrongContentError
 
 Maker = Callable[..., Plan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residency:
+    """What stays in host memory from step to step, as :class:`Buffers` has it."""
+
+    weights: tuple[frozenset[int], ...] = ()
+    moments: tuple[frozenset[int], ...] = ()
+    frozen: frozenset[int] = frozenset()
+
+
 PLANS: tuple[Maker, ...] = (vertical, horizontal)
 
 
@@ -42,6 +53,8 @@ def buffers_for(
     staging: int = 2,
     states: int = 2,
     activations: int = MIN_ACTIVATION_SLOTS,
+    speculative: bool = False,
+    residency: Residency = Residency(),
 ) -> Buffers:
     """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
     streamed, shared = num_stages - resident, num_stages - kept
@@ -52,7 +65,27 @@ def buffers_for(
         num_staging=staging,
         num_states=states,
         num_activations=activations,
+        speculative=speculative,
+        kept_weights=residency.weights,
+        kept_moments=residency.moments,
+        kept_frozen=residency.frozen,
     )
+
+
+@st.composite
+def residencies(draw: st.DrawFn, shapes: Sequence[StageShape], delayed_from: tuple[int, ...] | None) -> Residency:
+    """Some chunks kept, with their moments or without; of those updated at once none, if ``delayed_from`` is given."""
+    weights: list[frozenset[int]] = []
+    moments: list[frozenset[int]] = []
+    for stage, shape in enumerate(shapes):
+        first = 0 if delayed_from is None else (delayed_from or (shape.num_pieces,) * len(shapes))[stage]
+        chunks = sorted(set(shape.chunks[first:]))
+        kept = draw(st.frozensets(st.sampled_from(chunks))) if chunks else frozenset()
+        weights.append(kept)
+        moments.append(draw(st.frozensets(st.sampled_from(sorted(kept)))) if kept else frozenset())
+    with_frozen = [stage for stage, shape in enumerate(shapes) if shape.has_frozen]
+    frozen = draw(st.frozensets(st.sampled_from(with_frozen))) if with_frozen else frozenset()
+    return Residency(weights=tuple(weights), moments=tuple(moments), frozen=frozen)
 
 
 @st.composite
@@ -89,7 +122,7 @@ class Sequel:
         self.make, self.shapes, self.buffers = make, shapes, buffers
         self.delays = any(
             first < shape.num_pieces for first, shape in zip(buffers.delayed_from, shapes, strict=False)
-        )
+        ) or (buffers.speculative and any(shape.num_pieces for shape in shapes))
         self.cold = True
         self.pending = False
 
@@ -100,8 +133,8 @@ class Sequel:
             if count:
                 made = self.make(self.shapes, count, self.buffers, cold=self.cold, pending=self.pending)
                 self.cold, self.pending = False, self.delays
-            elif self.pending:
-                made = flush(self.shapes, self.buffers)
+            elif self.pending or (not self.cold and any(self.buffers.kept_weights)):
+                made = flush(self.shapes, self.buffers, pending=self.pending)
                 self.pending = False
             else:
                 continue
@@ -114,30 +147,42 @@ class Sequel:
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int
 ) -> None:
-    """Steps with delayed updates or without, flushes between some of them, commits at turns and between steps."""
+    """Steps with delayed updates or without, flushes between some of them, commits at turns and between steps; some
+    chunks kept in memory; some updates made before the norm is known, and made again where that was wrong.
+    """
     count = len(shapes)
+    speculative = data.draw(st.booleans(), label="speculative")
+    delayed_from = data.draw(st.one_of(st.just(()), st.just(delays_all(shapes)), delays(shapes)), label="delayed")
+    num_slots = data.draw(st.sampled_from((2, 3)), label="slots")
     buffers = buffers_for(
         count,
         resident=data.draw(st.integers(0, count), label="resident"),
         gradients=data.draw(st.sampled_from((1, 2)), label="gradients"),
         kept=data.draw(st.integers(0, count), label="kept"),
-        delayed_from=data.draw(st.one_of(st.just(()), st.just(delays_all(shapes)), delays(shapes)), label="delayed"),
+        delayed_from=delayed_from,
         staging=data.draw(st.integers(1, 4), label="staging"),
         states=data.draw(st.integers(1, 4), label="states"),
         activations=data.draw(st.integers(MIN_ACTIVATION_SLOTS, 12), label="activations"),
+        speculative=speculative,
+        residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
     )
     sequel = Sequel(make, shapes, buffers)
-    simulation = Simulation(shapes, buffers, seed=seed)
+    simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
     for _ in range(data.draw(st.integers(1, 2), label="commits between steps")):
         counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), label="micro-batches")
         plans = sequel.plans(*counts)
-        simulation.run(plans, commits=data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans))))
+        commits = data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans)))
+        # With two slots the version before the newest is there only if every step is committed.
+        simulation.run(plans, commits=[True] * len(plans) if speculative and num_slots == 2 else commits)
         simulation.run(sequel.plans(0))
         simulation.commit()
     for step in range(simulation.number):
         for stage, shape in enumerate(shapes):
-            for kind in (Kind.READ_STATES, Kind.UPDATE, Kind.WRITE_STATES):
-                assert simulation.counts[step, kind, stage] == shape.num_pieces
+            assert simulation.counts[step, Kind.UPDATE, stage] == shape.num_pieces
+            kept = buffers.kept_moments[stage] if buffers.kept_moments else ()
+            num_stored = sum(chunk not in kept for chunk in shape.chunks)
+            assert simulation.counts[step, Kind.WRITE_STATES, stage] == num_stored
+            assert simulation.counts[step, Kind.READ_STATES, stage] >= num_stored  # more: gradients from scratch
 
 
 def test_the_simulator_sees_a_missing_dependency() -> None:

@@ -4,56 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from hoist.scheduler.creation import create_store
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.plan import Kind
-from hoist.scheduler.trainer import Trainer
-from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.manager import KindStatistics
 from tests.support.models import NUM_LAYERS, tiny_config
-from tests.support.training import (
-    Engine,
-    Recipe,
-    Step,
-    from_weights,
-    initial_weights,
-    layouts_of,
-    make_steps,
-    set_up,
-    staged_model,
-)
+from tests.support.training import Engine, elements_of, make_steps, trainer_on
 
 NUM_STAGES = NUM_LAYERS + 2
 #: Bytes of weight_hi and weight_lo, which fp32 computation reads.
 WEIGHT_BYTES = 4
-
-
-@contextmanager
-def trainer_on(directory: Path, steps: list[Step], engine: Engine, *, tied: bool = False) -> Iterator[Trainer]:
-    """A trainer on a new store of a tiny Llama, with validation on."""
-    config, recipe = tiny_config("llama", tied=tied), Recipe()
-    staged = staged_model(config, recipe)
-    layouts = layouts_of(staged, engine)
-    settings, setup = set_up(staged, layouts, recipe, engine, steps)
-    assert settings.validate
-    source = from_weights(initial_weights(config, recipe))
-    with (
-        DirectEngine(num_threads=2) as files,
-        create_store(directory, model=staged, setup=setup, engine=files, source=source, attributes={}) as store,
-        Trainer(model=staged, store=store, engine=files, config=settings, setup=setup, baseline_bytes=0) as trainer,
-    ):
-        yield trainer
-
-
-def elements_of(trainer: Trainer) -> list[int]:
-    """Elements per stage that pieces cover: what is read and written."""
-    return [sum(piece.num_elements for piece in pieces) for pieces in trainer._runtime.pieces]
 
 
 def difference(later: KindStatistics, earlier: KindStatistics, name: str) -> int:
@@ -65,7 +28,8 @@ def difference(later: KindStatistics, earlier: KindStatistics, name: str) -> int
 def test_a_steady_vertical_step_moves_what_the_formula_says(tmp_path: Path, num_micro_batches: int) -> None:
     """Weights twice but once at the turns; states once down and once up; nothing else: independent of M."""
     steps = make_steps(3, num_micro_batches)
-    with trainer_on(tmp_path / "store", list(steps), Engine(budget_factor=1.5, resident_weights=False)) as trainer:
+    engine = Engine(budget_factor=1.5, resident_weights=False)
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
         for step in steps[:2]:
             trainer.step(step)
         trainer.wait()
@@ -91,7 +55,7 @@ def test_a_steady_vertical_step_moves_what_the_formula_says(tmp_path: Path, num_
 def test_with_room_for_all_weights_every_visit_is_a_hit(tmp_path: Path) -> None:
     """Tied weights too: the head's copy of the embedding is refreshed by the embedding's update."""
     steps = make_steps(3, 2)
-    with trainer_on(tmp_path / "store", list(steps), Engine(budget_factor=20), tied=True) as trainer:
+    with trainer_on(tmp_path / "store", tiny_config("llama", tied=True), steps, Engine(budget_factor=20)) as trainer:
         for step in steps:
             trainer.step(step)
         weights = trainer.statistics().residency.kinds["weights"]
@@ -102,7 +66,8 @@ def test_with_room_for_all_weights_every_visit_is_a_hit(tmp_path: Path) -> None:
 
 def test_in_the_smallest_budget_activations_are_spilled_and_the_table_shows_them(tmp_path: Path) -> None:
     steps = make_steps(2, 4)
-    with trainer_on(tmp_path / "store", list(steps), Engine(budget_factor=1.0, resident_weights=False)) as trainer:
+    engine = Engine(budget_factor=1.0, resident_weights=False)
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
         spills = 0
         for step in steps:
             trainer.step(step)
@@ -128,7 +93,7 @@ def test_in_the_smallest_budget_activations_are_spilled_and_the_table_shows_them
 
 def test_statistics_may_be_asked_for_while_a_step_runs(tmp_path: Path) -> None:
     steps = make_steps(3, 2)
-    with trainer_on(tmp_path / "store", list(steps), Engine()) as trainer:
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, Engine()) as trainer:
         stop = threading.Event()
         moves: list[int] = []
 

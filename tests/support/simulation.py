@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.plan import Buffers, Kind, Op, StageShape
+from hoist.tiers.slots import SlotTable
 
 #: What a buffer holds while something is being put into it.
 TORN = "torn"
@@ -50,28 +51,37 @@ class Simulation:
     """Steps 0, 1, 2 ...; the weights that step t computes with have version t, its updates make version t + 1.
 
     Delayed updates run in the plan of the step after theirs, or in a flush, which is no step of its own: it has the
-    number of the step that follows it.
+    number of the step that follows it. With speculative updates some steps, by chance, turn out to need scaling: what
+    their updates have made at once is a guess, and nobody may use it before it has been made again.
     """
 
-    def __init__(self, shapes: Sequence[StageShape], buffers: Buffers, *, seed: int) -> None:
+    def __init__(self, shapes: Sequence[StageShape], buffers: Buffers, *, seed: int, num_slots: int = 2) -> None:
         self.shapes = shapes
         self.buffers = buffers
         self.random = random.Random(seed)
         #: What is where: buffers, files, scratch.
         self.content: dict[Place, object] = {}
-        #: Per chunk (stage, chunk): the slot that was written last as a whole, and the one that the commit names.
-        self.newest: dict[tuple[int, int], int] = {}
-        self.committed: dict[tuple[int, int], int] = {}
+        counts = [len(set(shape.chunks)) for shape in shapes]
+        #: The real rule; `tests/tiers/test_store_slots.py` checks it.
+        self.slots = SlotTable(counts, ["0" * count for count in counts], num_slots=num_slots)
+        #: Chunks of which kept arrays have changed since they were last written.
+        self.dirty: set[tuple[int, int]] = set()
+        #: Chunks whose newest version lacks its weights, which are kept.
+        self.lacking: set[tuple[int, int]] = set()
         #: Pieces of a chunk that are written but not yet all, by chunk.
         self.turning: dict[tuple[int, int], set[int]] = {}
         for stage, shape in enumerate(shapes):
             for piece, chunk in enumerate(shape.chunks):
-                self.newest[stage, chunk] = self.committed[stage, chunk] = 0
-                self.content["file", stage, piece, 0] = 0
+                for part in ("weights", "moments"):
+                    self.content["file", part, stage, piece, 0] = 0
+                    if chunk in self._kept(part, stage):
+                        self.content["kept", part, stage, piece] = None
         #: Ops that have ended, by the step that they belong to, kind and stage.
         self.counts: Counter[tuple[int, Kind, int]] = Counter()
-        #: Steps whose COMMIT ops do not really commit.
-        self.uncommitted: set[int] = set()
+        #: Versions that are to be committed, at the turn or after the plans at hand.
+        self.due: set[int] = set()
+        #: Whether the gradients of a step turned out to need scaling.
+        self.scaled: dict[int, bool] = {}
         #: The step that comes next.
         self.number = 0
 
@@ -87,8 +97,11 @@ class Simulation:
         for linked, commit in zip(plans, commits or [True] * len(plans), strict=True):
             upcoming.append((self.number, linked))
             if linked.plan.num_micro_batches:
-                self.uncommitted |= set() if commit else {self.number}
+                self.due |= {self.number} if commit else set()
+                self.scaled[self.number] = self.random.random() < 0.5
                 self.number += 1
+        if plans and not plans[-1].plan.num_micro_batches:
+            self.due.add(self.number)
         while upcoming or steps:
             if upcoming and len(steps) < 2:
                 runnable += self._enter(steps, *upcoming.pop(0))
@@ -107,16 +120,44 @@ class Simulation:
     def commit(self) -> None:
         """Commit between steps, when everything has ended and no update is delayed any more."""
         self._check_committable(self.number)
-        self.committed = dict(self.newest)
+        self.slots.published()
 
     def _check_committable(self, version: int) -> None:
         if self.turning:
             raise WrongContentError(f"version {version}: chunks {sorted(self.turning)} are written in part")
-        for (stage, chunk), slot in self.newest.items():
-            for piece, own in enumerate(self.shapes[stage].chunks):
-                found = self.content["file", stage, piece, slot]
-                if own == chunk and found != version:
-                    raise WrongContentError(f"a commit of version {version}: piece {stage}, {piece} has {found}")
+        if self.lacking or self.dirty:
+            parts = sorted(self.lacking | self.dirty)
+            raise WrongContentError(f"version {version}: of {parts} a part is in memory only")
+        for place in self._newest_files():
+            if self.content[place] != version:
+                raise WrongContentError(f"a commit of version {version}: {place} has {self.content[place]}")
+
+    def _newest_files(self) -> list[Place]:
+        return [
+            ("file", part, stage, piece, self.slots.read_slot(stage, chunk))
+            for stage, shape in enumerate(self.shapes)
+            for piece, chunk in enumerate(shape.chunks)
+            for part in ("weights", "moments")
+        ]
+
+    def _kept(self, part: str, stage: int) -> frozenset[int]:
+        kept = self.buffers.kept_weights if part == "weights" else self.buffers.kept_moments
+        return kept[stage] if kept else frozenset()
+
+    def _stored(self, op: Op) -> list[str]:
+        """The arrays of the op's piece that are not kept."""
+        chunk = self.shapes[op.stage].chunks[op.piece]
+        return [part for part in ("weights", "moments") if chunk not in self._kept(part, op.stage)]
+
+    def _version(self, op: Op, step: int) -> object:
+        """What an update makes."""
+        made = step - op.delayed
+        guessed = self.buffers.speculative and not op.delayed and self.scaled[made]
+        return f"a guess at {made + 1}" if guessed else made + 1
+
+    def _is_idle(self, op: Op, step: int) -> bool:
+        """An update that need not be made again."""
+        return op.redo and not self.scaled[step - 1]
 
     def _enter(self, steps: list[_Step], number: int, linked: LinkedPlan) -> list[tuple[_Step, int]]:
         step = _Step(number, linked, list(linked.num_dependencies), len(linked.plan.ops))
@@ -162,11 +203,17 @@ class Simulation:
         for place, content in flight.writes.items():
             self.content[place] = content
         op = flight.op
-        self.counts[flight.step - op.delayed, op.kind, op.stage] += 1
-        if op.kind is Kind.WRITE_STATES:
+        if not op.redo:
+            self.counts[flight.step - op.delayed, op.kind, op.stage] += 1
+        if op.kind is Kind.WRITE_STATES and flight.writes:
             self._turn(op)
-        elif op.kind is Kind.COMMIT and flight.step not in self.uncommitted:
-            self.committed = dict(self.newest)
+        elif op.kind is Kind.WRITE_KEPT and flight.writes:
+            chunk = self.shapes[op.stage].chunks[op.piece]
+            self.slots.end_write(op.stage, chunk)
+            self.dirty.discard((op.stage, chunk))
+            self.lacking.discard((op.stage, chunk))
+        elif op.kind is Kind.COMMIT and flight.step in self.due:
+            self.slots.published()
 
     def _turn(self, op: Op) -> None:
         chunks = self.shapes[op.stage].chunks
@@ -175,7 +222,9 @@ class Simulation:
         written.add(op.piece)
         if len(written) == chunks.count(key[1]):
             del self.turning[key]
-            self.newest[key] = 1 - self.committed[key]
+            self.slots.end_write(*key)
+            if key[1] in self._kept("weights", op.stage):
+                self.lacking.add(key)
 
     def _see(self, flight: InFlight, place: Place, wanted: object) -> None:
         """The op reads a place, where this must be."""
@@ -199,8 +248,8 @@ class Simulation:
             flight.writes[place] = None
 
     def _read_weights(self, op: Op, step: int, flight: InFlight) -> None:
-        slot = self.newest[op.owner, self.shapes[op.owner].chunks[op.piece]]
-        place = ("file", op.owner, op.piece, slot)
+        slot = self.slots.read_slot(op.owner, self.shapes[op.owner].chunks[op.piece])
+        place = ("file", "weights", op.owner, op.piece, slot)
         version = self.content[place]
         flight.reads[place] = version
         flight.writes["staging", op.slot] = (op.owner, op.piece, version)
@@ -208,16 +257,35 @@ class Simulation:
     def _merge(self, op: Op, step: int, flight: InFlight) -> None:
         buffer = self.buffers.weights[op.stage]
         self._see(flight, ("holder", buffer), op.stage)
+        if op.slot < 0:
+            kept = ("kept", "weights", op.owner, op.piece)
+            flight.reads[kept] = self.content[kept]
+            flight.writes["weights", buffer, op.owner, op.piece] = self.content[kept]
+            return
         staged = self.content.get(("staging", op.slot))
         if not isinstance(staged, tuple) or staged[:2] != (op.owner, op.piece):
             raise WrongContentError(f"{op}: staging slot {op.slot} holds {staged}")
         flight.reads["staging", op.slot] = staged
         flight.writes["weights", buffer, op.owner, op.piece] = staged[2]
 
+    def _read_kept(self, op: Op, step: int, flight: InFlight) -> None:
+        chunk = self.shapes[op.stage].chunks[op.piece]
+        for part in ("weights", "moments"):
+            if chunk in self._kept(part, op.stage):
+                place = ("file", part, op.stage, op.piece, self.slots.read_slot(op.stage, chunk))
+                self._see(flight, place, 0)
+                self._see(flight, ("kept", part, op.stage, op.piece), None)
+                flight.writes["kept", part, op.stage, op.piece] = 0
+
     def _read_frozen(self, op: Op, step: int, flight: InFlight) -> None:
         buffer = self.buffers.weights[op.stage]
         self._see(flight, ("holder", buffer), op.stage)
-        flight.writes["weights", buffer, "frozen"] = op.stage
+        flight.writes[self._frozen_place(op.stage)] = op.stage
+
+    def _frozen_place(self, stage: int) -> Place:
+        if stage in self.buffers.kept_frozen:
+            return "kept", "frozen", stage
+        return "weights", self.buffers.weights[stage], "frozen"
 
     def _bind(self, op: Op, step: int, flight: InFlight) -> None:
         buffer = self.buffers.weights[op.stage]
@@ -233,7 +301,7 @@ class Simulation:
         for owner, piece in self._parts(op.stage):
             self._see(flight, ("weights", buffer, owner, piece), step)
         if self.shapes[op.stage].has_frozen:
-            self._see(flight, ("weights", buffer, "frozen"), op.stage)
+            self._see(flight, self._frozen_place(op.stage), op.stage)
 
     # ------------------------------------------------------------------ computation
 
@@ -300,8 +368,14 @@ class Simulation:
 
     def _read_states(self, op: Op, step: int, flight: InFlight) -> None:
         before = step - op.delayed
-        place = ("file", op.stage, op.piece, self.newest[op.stage, self.shapes[op.stage].chunks[op.piece]])
-        self._see(flight, place, before)
+        if op.redo:
+            self._see(flight, ("norm",), (before, frozenset(range(len(self.shapes)))))
+        if self._is_idle(op, step):
+            return
+        find = self.slots.previous_slot if op.redo else self.slots.read_slot
+        slot = find(op.stage, self.shapes[op.stage].chunks[op.piece])
+        for part in self._stored(op):
+            self._see(flight, ("file", part, op.stage, op.piece, slot), before)
         flight.writes["states", op.slot] = (op.stage, op.piece, before)
         if op.stashed:
             self._see(flight, ("stash", op.stage, op.piece), ("final", op.stage, before))
@@ -309,38 +383,72 @@ class Simulation:
 
     def _update(self, op: Op, step: int, flight: InFlight) -> None:
         before = step - op.delayed
+        if self._is_idle(op, step):
+            return
+        made = self._version(op, step)
         gradient = ("state gradient", op.slot) if op.stashed else ("gradient", self.buffers.gradients[op.stage])
         self._see(flight, gradient, ("final", op.stage, before))
-        self._see(flight, ("states", op.slot), (op.stage, op.piece, before))
+        if op.slot >= 0:
+            self._see(flight, ("states", op.slot), (op.stage, op.piece, before))
+            flight.writes["states", op.slot] = (op.stage, op.piece, made)
+        chunk = self.shapes[op.stage].chunks[op.piece]
+        for part in ("weights", "moments"):
+            if chunk in self._kept(part, op.stage):
+                self._see(flight, ("kept", part, op.stage, op.piece), before)
+                flight.writes["kept", part, op.stage, op.piece] = made
+                self.dirty.add((op.stage, chunk))
         if op.delayed:  # it may have to be scaled: all gradients of its step must have been measured
             self._see(flight, ("norm",), (before, frozenset(range(len(self.shapes)))))
-        flight.writes["states", op.slot] = (op.stage, op.piece, before + 1)
         for keeper in op.refresh:
             buffer = self.buffers.weights[keeper]
             self._see(flight, ("holder", buffer), keeper)
             if self.content.get(("bound", buffer)) is not False:
                 raise WrongContentError(f"{op}: {keeper} computes with the weights that it changes")
-            self._see(flight, ("weights", buffer, op.stage, op.piece), before)
-            flight.writes["weights", buffer, op.stage, op.piece] = before + 1
+            held = f"a guess at {before + 1}" if op.redo else before
+            self._see(flight, ("weights", buffer, op.stage, op.piece), held)
+            flight.writes["weights", buffer, op.stage, op.piece] = made
         if op.fill:
             buffer = self.buffers.weights[op.stage]
             self._see(flight, ("holder", buffer), op.stage)
             self._see(flight, ("weights", buffer, op.stage, op.piece), None)
-            flight.writes["weights", buffer, op.stage, op.piece] = before + 1
+            flight.writes["weights", buffer, op.stage, op.piece] = made
 
     def _write_states(self, op: Op, step: int, flight: InFlight) -> None:
-        after = step - op.delayed + 1
-        self._see(flight, ("states", op.slot), (op.stage, op.piece, after))
+        if self._is_idle(op, step):
+            return
+        made = self._version(op, step)
+        self._see(flight, ("states", op.slot), (op.stage, op.piece, made))
         key = op.stage, self.shapes[op.stage].chunks[op.piece]
         if op.piece in self.turning.get(key, ()):
             raise WrongContentError(f"{op}: it is written twice before its chunk has turned")
-        flight.writes["file", op.stage, op.piece, 1 - self.committed[key]] = after
+        slot = self.slots.begin_write(*key, again=op.redo)
+        for part in self._stored(op):
+            flight.writes["file", part, op.stage, op.piece, slot] = made
+
+    def _write_kept(self, op: Op, step: int, flight: InFlight) -> None:
+        chunks = self.shapes[op.stage].chunks
+        key = op.stage, chunks[op.piece]
+        version = step - op.delayed + 1
+        if version not in self.due or key not in self.dirty:
+            return
+        if key in self.turning:
+            raise WrongContentError(f"{op}: the moments are still being written")
+        slot = self.slots.begin_write(*key, again=key[1] not in self._kept("moments", op.stage))
+        for piece in (piece for piece, chunk in enumerate(chunks) if chunk == key[1]):
+            for part in ("weights", "moments"):
+                place = ("file", part, op.stage, piece, slot)
+                if key[1] in self._kept(part, op.stage):
+                    self._see(flight, ("kept", part, op.stage, piece), version)
+                    flight.writes[place] = version
+                else:
+                    self._see(flight, place, version)
 
     def _commit(self, op: Op, step: int, flight: InFlight) -> None:
+        if step not in self.due:
+            return
         self._check_committable(step)
-        for stage, shape in enumerate(self.shapes):
-            for piece, chunk in enumerate(shape.chunks):
-                self._see(flight, ("file", stage, piece, self.newest[stage, chunk]), step)
+        for place in self._newest_files():
+            self._see(flight, place, step)
 
     # ------------------------------------------------------------------ scratch
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from hoist.optim.adamw import AdamWHyperparameters, decay_for
 from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
 from hoist.scheduler import memory
-from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.config import ClipMode, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.models import build_model
@@ -76,7 +76,10 @@ class Engine:
     budget_factor: float = 1.0
     """Times the smallest budget that works: at 1 activations are spilled and one gradient buffer serves all stages."""
     resident_weights: bool = True
-    """Keep weights in memory from step to step where the budget has room for them."""
+    """Keep compute weights in their buffers from step to step where the budget has room for them."""
+    residency: float = 0.0
+    """Largest share of the states that stays in memory from step to step; none by default, so that NVMe is used."""
+    clip_mode: ClipMode = "exact"
     num_micro_batches: int | None = None
     """Most of any step; by default as many as the steps given have."""
     max_chunk_elements: int = 2 * CHUNK_QUANTUM_ELEMENTS
@@ -277,6 +280,8 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         commit_every=engine.commit_every,
         max_piece_elements=engine.max_piece_elements,
         resident_weights=engine.resident_weights,
+        residency=engine.residency,
+        clip_mode=engine.clip_mode,
         validate=True,
     )
 
@@ -315,7 +320,8 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), config.delay_in_force > 0, *sizes)
+    waits = config.delay_in_force > 0 or config.speculates
+    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, *sizes)
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))
@@ -380,6 +386,39 @@ def train(
         memory=setup.memory,
         ops=ops,
     )
+
+
+@contextmanager
+def trainer_on(
+    directory: Path,
+    config: PreTrainedConfig,
+    steps: Sequence[Step],
+    engine: Engine,
+    recipe: Recipe | None = None,
+    **settings: Any,
+) -> Iterator[Trainer]:
+    """A trainer on a store, which is made if it is not there. ``settings`` replace those that ``engine`` gives."""
+    recipe = recipe or Recipe()
+    staged = staged_model(config, recipe)
+    with DirectEngine(num_threads=2) as files:
+        if (directory / "COMMIT.json").exists():
+            store = Store.open(directory, engine=files, check="crc")
+            told, setup = set_up(staged, store.layouts, recipe, engine, steps)
+        else:
+            told, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
+            source = from_weights(initial_weights(config, recipe))
+            store = create_store(directory, model=staged, setup=setup, engine=files, source=source, attributes={})
+        told = replace(told, **settings)
+        with (
+            store,
+            Trainer(model=staged, store=store, engine=files, config=told, setup=setup, baseline_bytes=0) as trainer,
+        ):
+            yield trainer
+
+
+def elements_of(trainer: Trainer) -> list[int]:
+    """Elements per stage that pieces cover: what is read and written."""
+    return [sum(piece.num_elements for piece in pieces) for pieces in trainer._runtime.pieces]
 
 
 def read_states(store: Store, engine: IoEngine) -> States:

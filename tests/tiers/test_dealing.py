@@ -32,7 +32,7 @@ def chunks_of(stages: Sequence[tuple[int, int]]) -> list[StoredChunk]:
         )
         for index, (num_chunks, quanta) in enumerate(stages)
     ]
-    return all_chunks(Path("store"), layouts)
+    return all_chunks(Path("store"), layouts, num_slots=2)
 
 
 def held(chunks: Sequence[StoredChunk], dealt: Sequence[int], num_drives: int, array: str = "") -> list[int]:
@@ -132,5 +132,5 @@ def test_a_drive_that_forgets_is_refused(tmp_path: Path) -> None:
 def test_a_small_store_is_measured_with_no_more_than_it_holds() -> None:
     layouts = small_layouts()
     assert measured_bytes(layouts) == sum(
-        chunk.num_bytes for chunk in all_chunks(Path(), layouts) if chunk.slot == 0
+        chunk.num_bytes for chunk in all_chunks(Path(), layouts, num_slots=3) if chunk.slot == 0
     )

@@ -511,3 +511,17 @@ def test_directories_that_are_not_the_stores(
     with pytest.raises(StoreRefusedError, match=pattern):
         drives.relocate(store, opening.read(store).record, [tmp_path / name for name in named])
     assert contents(tmp_path) == before
+
+
+def test_three_slots_are_dealt_like_two(tmp_path: Path, engine: IoEngine) -> None:
+    places = directories(tmp_path, 2)
+    with create(places[0], engine, drives=told(places), num_slots=3) as store:
+        fill(store, engine, 1)
+        commit(store, 0)
+    dealt = {path: place for place in places for path in chunk_files(place)}
+    assert len(dealt) == NUM_FILES + 12
+    for path in dealt:
+        if path.parent.name in ("1", "2"):
+            assert dealt[path] == dealt[path.parent.with_name("0") / path.name]
+    with Store.open(places[0], engine=engine, check="crc"):
+        pass

@@ -78,6 +78,52 @@ def test_clipping_is_shown_and_remembered(runs: Runs) -> None:
     assert runs.curve("parts") == runs.curve("whole")
 
 
+def test_a_delay_is_picked_and_said(runs: Runs) -> None:
+    runs.train("whole", **COSINE)
+    picked = runs.train("auto", delay="auto", **COSINE)
+    assert re.search(r"note +--delay auto: (0|0\.25|0\.5|0\.75|1) of the updates go into the next forward", picked.out)
+    assert runs.curve("auto") == runs.curve("whole")
+    # Too few steps to measure, or all updates delayed anyway: there is nothing to pick.
+    assert "--delay auto:" not in runs.train("short", delay="auto", steps=2).out
+    assert "--delay auto:" not in runs.train("clipped", delay="auto", clip_norm=1.0, steps=5).out
+
+
+def test_what_stays_in_memory_changes_commits_but_no_results(runs: Runs) -> None:
+    kept = runs.train("kept", host_memory="64MiB", **COSINE)
+    assert "100% of the states stay in memory from step to step" in kept.out
+    assert "commits  every 10 minutes, and at the end" in kept.out
+    assert "more would have been read" in kept.out
+    stored = runs.train("stored", host_memory="64MiB", residency=0, **COSINE)
+    assert "stay in memory" not in stored.out
+    assert "more would have been read" not in stored.out
+    assert "commits  every 10 steps, and at the end" in stored.out
+    assert "commits  every 2 steps or 5 minutes, and at the end" in (
+        runs.train("told", host_memory="64MiB", commit_every=2, commit_minutes=5, **COSINE).out
+    )
+    assert runs.curve("kept") == runs.curve("stored") == runs.curve("told")
+    silent = read_metrics(runs.metrics("kept"))[2]
+    assert (silent["nvme_read_bytes"], silent["nvme_written_bytes"]) == (0, 0)
+    assert silent["nvme_read_saved_bytes"] >= silent["nvme_written_saved_bytes"] > 0
+
+
+def test_guessing_takes_a_third_slot_or_a_commit_at_every_step(runs: Runs) -> None:
+    clipped = {"clip_norm": 0.01, **COSINE}
+    runs.train("exact", **clipped)
+    runs.train("guessed", clip_mode="speculative", **clipped)
+    assert runs.curve("guessed") == runs.curve("exact")
+    with DirectEngine() as engine, Store.open(runs.job.folder / "guessed", engine=engine, writable=False) as store:
+        assert store.num_slots == 3
+    before = tree(runs.job.folder / "exact")
+    more = ("--clip-mode", "speculative", "--steps", 6)
+    refused = hoist(runs.capfd, "train", "--store", runs.job.folder / "exact", *more)
+    assert refused.code == 2
+    assert "needs a store of 3 slots a chunk, this one has 2: commit every step (--commit-every 1)" in refused.err
+    assert tree(runs.job.folder / "exact") == before
+    runs.train("exact", "--clip-mode", "speculative", "--steps", 7, "--commit-every", 1)
+    runs.train("guessed", "--steps", 7)
+    assert runs.curve("guessed") == runs.curve("exact")
+
+
 def test_nothing_needs_to_be_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_at(runs, "parts", 2, **COSINE)
     monkeypatch.chdir(runs.job.folder)

@@ -176,7 +176,7 @@ def test_help_tells_the_defaults(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert cli.run(["train", "--help"]) == 0
     text = " ".join(capfd.readouterr().out.split())
     defaults = TrainOptions()
-    names = ("steps", "seq_len", "micro_batches", "micro_batch_size", "commit_every", "seed", "host_memory", "store")
+    names = ("steps", "seq_len", "micro_batches", "micro_batch_size", "seed", "host_memory", "store")
     for name in names:
         value = getattr(defaults, name)
         assert f"Default {value[0] if isinstance(value, tuple) else value}." in text, name

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tools.report import RunEnd, Totals, promised_bytes
 from hoist.tools.show import Display, _clipped
 
@@ -22,8 +22,8 @@ def metrics(
 ) -> StepMetrics:
     return StepMetrics(
         step=step, loss=loss, grad_norm=1234.5678, clip_scale=clip_scale, skipped_steps=skipped_steps, lr=9.87654e-05,
-        tokens=1024, seconds=2.0, nvme_read_bytes=260 * MIB, nvme_written_bytes=160 * MIB, busy_seconds={},
-        stall_seconds={}, host_peak_bytes=peak, device_peak_bytes=0,
+        tokens=1024, seconds=2.0, nvme_read_bytes=260 * MIB, nvme_written_bytes=160 * MIB, nvme_read_saved_bytes=MIB,
+        nvme_written_saved_bytes=MIB, busy_seconds={}, stall_seconds={}, host_peak_bytes=peak, device_peak_bytes=0,
     )  # fmt: skip
 
 
@@ -31,7 +31,8 @@ def run_end(**changed: object) -> RunEnd:
     values: dict[str, object] = {
         "store": "a store", "created": True, "step": 100, "steps": 100, "signal": 0, "seconds": 3725.0,
         "num_steps": 100, "last": metrics(100, loss=2.5), "budget_bytes": 32 * MIB,
-        "totals": Totals(first_loss=6.3208, nvme_read_bytes=3 * 2**40, nvme_written_bytes=5 * 2**30), **changed,
+        "totals": Totals(first_loss=6.3208, nvme_read_bytes=3 * 2**40, nvme_written_bytes=5 * 2**30),
+        "commits": CommitTotals(number=3, flush_seconds=0.51, seconds=0.75), **changed,
     }  # fmt: skip
     return RunEnd(**values)  # type: ignore[arg-type]  # checked by the class itself at run time
 
@@ -61,10 +62,20 @@ def test_end(width: int | None) -> None:
     assert "done     100 steps in 1:02:05; step 100 of 100 is committed" in lines
     assert "loss     6.3208 at step 1, 2.5000 at step 100" in lines
     assert "nvme     3.00 TiB read and 5.0 GiB written since the store was made" in lines
+    assert not any("without the states in memory" in line for line in lines)
+    assert "3 commits took 0.8 s, mostly beside computation" in " ".join(" ".join(lines).split())
     assert "memory   host peak 50.0 MiB, within the promised 67.2 MiB" in lines
     assert "go on    hoist train --store 'a store' --steps 200" in lines
     assert "export   hoist export 'a store' 'a store-model'" in lines
     assert all(len(line) <= (width or 999) for line in lines)
+
+
+def test_what_memory_saves_is_told() -> None:
+    screen = Screen(None)
+    totals = Totals(first_loss=6.3, nvme_read_saved_bytes=2**40, nvme_written_saved_bytes=2**30)
+    screen.display.end(run_end(totals=totals))
+    saved = "1.00 TiB more would have been read and 1.0 GiB more written without the states in memory"
+    assert saved in [line.strip() for line in screen.lines()]
 
 
 def test_end_is_honest() -> None:
