@@ -97,14 +97,19 @@ def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "vocab", "budget_mib"),
-    [pytest.param(1, 64, 2048, 96, id="small-batches"), pytest.param(2, 256, 8192, 192, id="large-workspace")],
+    "task",
+    [
+        pytest.param(Task(vocab=2048, budget_mib=96), id="small-batches"),
+        pytest.param(Task(vocab=8192, budget_mib=192, rows=2, tokens=256), id="large-workspace"),
+        pytest.param(Task(vocab=2048, budget_mib=96, residency=0.0, delay=0.5), id="delayed"),
+        pytest.param(Task(vocab=2048, budget_mib=96, delay=0.5, clip_norm=1e-2), id="delayed-and-guessed"),
+    ],
 )
-def test_the_peak_stays_below_the_line(directory: Path, rows: int, tokens: int, vocab: int, budget_mib: int) -> None:
+def test_the_peak_stays_below_the_line(directory: Path, task: Task) -> None:
     """Without any limit, and what the metrics say is what was seen."""
-    task = Task(directory=str(directory), hidden=512, layers=6, vocab=vocab, budget_mib=budget_mib)
-    used, peak = run(replace(task, rows=rows, tokens=tokens, steps=2, resumed_steps=1, export=True))
+    used, peak = run(replace(task, directory=str(directory), layers=6, steps=2, resumed_steps=1, export=True))
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
+    assert (used.kept > 0) == (task.residency > 0)
     assert peak <= used.allowed
     assert used.reported_peak == pytest.approx(peak, rel=0.10)
 

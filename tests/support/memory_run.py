@@ -20,11 +20,11 @@ MIB = 2**20
 class Task:
     """What the process does."""
 
-    directory: str
+    directory: str = ""
     """Where model, store and export go; made by the caller, who removes it."""
-    hidden: int
-    layers: int
-    vocab: int
+    hidden: int = 512
+    layers: int = 6
+    vocab: int = 2048
     budget_mib: int | None = None
     """The budget; None: the smallest that works."""
     rows: int = 1
@@ -34,6 +34,10 @@ class Task:
     resumed_steps: int = 0
     """Steps after the store has been closed and opened again."""
     export: bool = False
+    delay: float = 0.0
+    clip_norm: float = 0.0
+    """Clipping is speculative, so that gradients wait beside updates that are made at once."""
+    residency: float = 1.0
     group: str | None = None
     """Directory of a memory control group of its own."""
 
@@ -51,6 +55,8 @@ class Used:
     """1.1 times the budget and 32 MiB, the most beyond the baseline."""
     need: int
     """What the plan says that its buffers and workspace take."""
+    kept: int
+    """What of it stays in memory from step to step."""
     reported_peak: int
     """The largest ``host_peak_bytes`` of the metrics. A resumed trainer's baseline holds what kernels kept before."""
     losses: list[float]
@@ -144,6 +150,10 @@ def main(task: Task) -> Used:
             optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
             schedule=Schedule(kind="constant", lr=1e-4, num_steps=100),
             commit_every=2,
+            delay=task.delay,
+            clip_norm=task.clip_norm,
+            clip_mode="speculative" if task.clip_norm else "exact",
+            residency=task.residency,
         )
 
     directory = Path(task.directory)
@@ -177,7 +187,7 @@ def main(task: Task) -> Used:
                 losses.append(metrics.loss)
                 reported = max(reported, metrics.host_peak_bytes)
             trainer.commit()
-            need = trainer.memory.need_bytes
+            need, kept = trainer.memory.need_bytes, trainer.memory.kept_bytes
     if task.export:
         with DirectEngine() as engine:
             export_store(store, directory / "export", engine=engine)
@@ -187,6 +197,7 @@ def main(task: Task) -> Used:
         baseline=baseline,
         allowed=allowed,
         need=need,
+        kept=kept,
         reported_peak=reported,
         losses=losses,
         group_limit=limit,
