@@ -5,7 +5,7 @@ Where the values come from is the caller's: transformers' initialisation (`stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers import checksum, heap
 from hoist.tiers.checksum import ChunkChecksum
+from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.format import MODEL_DIRECTORY, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
@@ -52,6 +53,7 @@ def create_store(
     attributes: Mapping[str, Any],
     run: Mapping[str, Any] | None = None,
     extras: Callable[[Path], None] | None = None,
+    drives: Sequence[MeasuredDirectory] = (),
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> Store:
@@ -59,8 +61,9 @@ def create_store(
 
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
     and done and total bytes. ``extras`` is called with the directory for small files that belong beside the weights
-    (configuration, tokenizer). Raises StoreRefusedError with nothing changed, ModelError on weights that are not
-    finite, whatever ``source`` raises, TransferError; after those the directory holds no store that opens.
+    (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises StoreRefusedError with nothing changed,
+    ModelError on weights that are not finite, whatever ``source`` raises, TransferError; after those the directory
+    holds no store that opens.
     """
 
     def report(what: str) -> Callable[[int, int], None] | None:
@@ -73,6 +76,7 @@ def create_store(
         engine=engine,
         num_slots=setup.num_slots,
         scratch_bytes=setup.scratch_bytes,
+        drives=drives,
         fresh=fresh,
         progress=report("reserving space"),
     )

@@ -28,10 +28,11 @@ OWN_NAMES = frozenset(
         store_format.SCRATCH_DIRECTORY,
         store_format.MODEL_DIRECTORY,
         store_format.SNAPSHOTS_DIRECTORY,
+        store_format.DRIVES_DIRECTORY,
     }
 )
 #: What the root of an ext4 file system holds when new: a drive may be mounted right at the store's directory.
-_IGNORED_NAMES = frozenset({"lost+found"})
+IGNORED_NAMES = frozenset({"lost+found"})
 #: Room for directories, indirect blocks and the commit records, beyond the files' own bytes.
 OVERHEAD_BYTES = 1 << 20
 #: The same, per file: a directory entry, an inode, extents.
@@ -63,7 +64,7 @@ def directory_state(directory: Path) -> DirectoryState:
             return DirectoryState.MISSING
         if not directory.is_dir():
             return DirectoryState.FOREIGN
-        names = {entry.name for entry in directory.iterdir()} - _IGNORED_NAMES
+        names = {entry.name for entry in directory.iterdir()} - IGNORED_NAMES
     except OSError as error:
         raise StoreRefusedError(f"{directory}: cannot be read: {error.strerror}") from error
     if names <= {store_format.LOCK_NAME}:
@@ -136,18 +137,18 @@ def check_writable(directory: Path) -> None:
         raise StoreRefusedError(f"{directory}: cannot be written: {why}; name another place for the store")
 
 
-def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) -> None:
+def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, freed_bytes: int = 0) -> None:
     """Raise StoreRefusedError if files of ``sizes`` bytes, and ``extra_bytes``, don't fit beside what others hold.
 
-    Counts what an unprivileged user may take (reserved blocks excluded), and what removing the store that is at
-    ``directory`` now would give back.
+    Counts what an unprivileged user may take (reserved blocks excluded), and ``freed_bytes``, which will be given back
+    before.
     """
     place = directory if directory.exists() else directory.parent
     status = os.statvfs(place)
     block = status.f_frsize
     need = sum(-(-size // block) * block for size in sizes) + extra_bytes
     need += OVERHEAD_BYTES + OVERHEAD_BYTES_PER_FILE * len(sizes)
-    free = free_bytes(place) + _reclaimable_bytes(directory)
+    free = free_bytes(place) + freed_bytes
     if need > free:
         raise StoreRefusedError(
             f"{directory}: too little free space: the store needs {need} bytes ({need / 2**30:.2f} GiB), "
@@ -155,18 +156,24 @@ def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0) 
         )
 
 
+def store_bytes(directory: Path) -> int:
+    """What removing the store at ``directory``, if there is one, would give back on its own drive."""
+    return sum(tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME})
+
+
+def tree_bytes(directory: Path) -> int:
+    """What the files below a directory take on its drive; links are not followed. 0 if it is not there."""
+    return sum(
+        os.lstat(f"{parent}/{entry}").st_blocks * 512
+        for parent, _, names in os.walk(directory)
+        for entry in names
+    )
+
+
 def free_bytes(directory: Path) -> int:
     """What an unprivileged user may still take on the file system of an existing directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
-
-
-def _reclaimable_bytes(directory: Path) -> int:
-    total = 0
-    for name in OWN_NAMES - {store_format.LOCK_NAME}:
-        for parent, _, names in os.walk(directory / name):
-            total += sum(os.lstat(f"{parent}/{entry}").st_blocks * 512 for entry in names)
-    return total
 
 
 def allocate(path: Path, num_bytes: int) -> None:

@@ -44,6 +44,9 @@ SNAPSHOT_NAME = "SNAPSHOT.json"
 MAKING_PREFIX = ".making-"
 REMOVING_PREFIX = ".removing-"
 REPLACEMENTS_NAME = ".replacements"
+#: Links to the further directories of a store that spans several, and what marks those as its.
+DRIVES_DIRECTORY = "drives"
+DRIVE_MARKER_NAME = "DRIVE.json"
 FROZEN_NAME = "buffers"
 
 #: COMMIT.json begins with this and 8 hexadecimal digits; they cover every byte from :data:`_COVERED_FROM` on.
@@ -109,7 +112,7 @@ class CommitRecord:
     run: Mapping[str, Any]
     """The caller's, JSON; `hoist train` keeps the data's position, its options and totals."""
     drives: tuple[Mapping[str, Any], ...]
-    """The directories that hold the store's chunks: ``id`` and ``path`` (``.`` is the store's own)."""
+    """The directories that hold the store's chunks; `drives.py` reads the entries."""
 
 
 def stage_path(layout: StageLayout) -> str:

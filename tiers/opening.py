@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoist.tiers import allocation, checksum, creation
+from hoist.tiers import allocation, checksum, creation, drives
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.errors import StoreFormatError
 from hoist.tiers.format import CommitRecord, StageChecksums
+from hoist.tiers.inventory import StoredChunk
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 
@@ -44,6 +45,7 @@ def metadata_crc32c(metadata: Mapping[str, bytes], layouts: Sequence[StageLayout
 
 def why_no_commit(directory: Path) -> str:
     """One line for people on why a directory without COMMIT.json cannot be opened."""
+    drives.refuse_drive(directory)
     match allocation.directory_state(directory):
         case DirectoryState.MISSING:
             return f"{directory}: does not exist; create the store first"
@@ -137,8 +139,10 @@ def _read_file(path: Path) -> bytes:
         raise StoreFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
-    """Remove what a killed writer left: a half-made commit, snapshots half made or half removed, scratch."""
+def tidy(directory: Path, record: CommitRecord, chunks: Sequence[StoredChunk], engine: IoEngine) -> None:
+    """Remove what a killed writer left: a half-made commit, snapshots half made or half removed, scratch, and what
+    `drives.tidy` says of all ``chunks``.
+    """
     (directory / store_format.COMMIT_TEMPORARY_NAME).unlink(missing_ok=True)
     for path in (directory / store_format.CRC_DIRECTORY).iterdir():
         if path != directory / record.checksum_file:
@@ -151,3 +155,5 @@ def tidy(directory: Path, record: CommitRecord, engine: IoEngine) -> None:
     scratch = directory / store_format.SCRATCH_DIRECTORY
     creation.remove_tree(scratch, engine)
     scratch.mkdir()
+    if (directory / store_format.DRIVES_DIRECTORY).is_dir():
+        drives.tidy(directory, record, chunks)

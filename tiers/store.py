@@ -20,9 +20,11 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from hoist.tiers import allocation, checksum, creation, inventory, opening, verify
+from hoist.tiers import drives as store_drives
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import DirectoryState, Progress
 from hoist.tiers.commit import CommitSequence, CommitStatistics
+from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.errors import CorruptChunkError, StoreRefusedError, TransferError
 from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
 from hoist.tiers.inventory import BadChunk, StoredChunk
@@ -132,6 +134,7 @@ class Store:
         engine: IoEngine,
         num_slots: int = store_format.NUM_SLOTS,
         scratch_bytes: int = 0,
+        drives: Sequence[MeasuredDirectory] = (),
         fresh: bool = False,
         progress: Progress | None = None,
     ) -> Self:
@@ -141,6 +144,7 @@ class Store:
         keep the version before the newest (:meth:`place`) at 12 bytes a parameter. ``scratch_bytes`` is counted
         in the free-space check; ``progress`` gets done and total bytes reserved. What an earlier creation that never
         committed left is replaced; so is a committed store with ``fresh``, whose COMMIT.json is removed durably first.
+        ``drives``: the directories that the chunk files are dealt out over, ``directory`` itself first (`dealing.py`).
 
         Raises StoreRefusedError (place missing, read-only, not a directory, occupied, too small) with nothing changed,
         StoreLockedError if another process writes there, ValueError on attributes that are not JSON. After any later
@@ -149,9 +153,9 @@ class Store:
         directory = directory.absolute()
         store_id = str(uuid.uuid4())
         metadata = store_format.metadata_files(layouts, attributes, store_id=store_id, num_slots=num_slots)
-        files = {
-            chunk.path: chunk.num_bytes for chunk in inventory.all_chunks(directory, layouts, num_slots=num_slots)
-        }
+        chunks = inventory.all_chunks(directory, layouts, num_slots=num_slots)
+        shares = creation.share_out(directory, chunks, drives)
+        further = [share.directory for share in shares[1:]]
 
         def check() -> DirectoryState:
             return cls.check_creation(
@@ -160,29 +164,37 @@ class Store:
                 attributes=attributes,
                 num_slots=num_slots,
                 scratch_bytes=scratch_bytes,
+                drives=drives,
                 fresh=fresh,
             )
 
-        made_directory = check() is DirectoryState.MISSING and creation.make_directory(directory)
+        made = [directory] if check() is DirectoryState.MISSING and creation.make_directory(directory) else []
         lock: StoreLock | None = None
         untouched = True
-        try:
-            lock = StoreLock(directory / store_format.LOCK_NAME)
-            check()  # again, now that nobody else can change it
-            untouched = False
-            creation.remove_store(directory, engine)
-            creation.build(directory, metadata, files, progress)
-        except BaseException:
+        with contextlib.ExitStack() as claims:
             try:
-                if not untouched:
-                    creation.remove_store(directory, engine)
-            finally:
-                if lock is not None:
-                    lock.release(remove=lock.created)
-                if made_directory:
-                    with contextlib.suppress(OSError):  # not empty: another process was quicker to take the lock
-                        directory.rmdir()
-            raise
+                lock = StoreLock(directory / store_format.LOCK_NAME)
+                for place in further:
+                    if not place.exists() and creation.make_directory(place):
+                        made.append(place)
+                    claims.enter_context(store_drives.claimed(place))
+                check()  # again, now that nobody else can change it
+                untouched = False
+                creation.remove_store(directory, engine)
+                for place in further:
+                    store_drives.clear(place)
+                creation.build(directory, metadata, shares, store_id, progress)
+            except BaseException:
+                try:
+                    if not untouched:
+                        creation.remove_store(directory, engine)
+                finally:
+                    if lock is not None:
+                        lock.release(remove=lock.created)
+                    for place in made:
+                        with contextlib.suppress(OSError):  # not empty: another process was quicker to take the lock
+                            place.rmdir()
+                raise
         name = store_format.METADATA_NAME
         root = store_format.hoist_attributes(metadata[name], directory / name)
         return cls(
@@ -194,7 +206,7 @@ class Store:
             attributes=store_format.callers_attributes(root),  # as opening would read them
             store_id=store_id,
             metadata_crc32c=opening.metadata_crc32c(metadata, layouts),
-            drives=({"id": str(uuid.uuid4()), "path": "."},),
+            drives=tuple(share.drive.to_json() for share in shares),
             record=None,
             checksums=None,
         )
@@ -208,17 +220,26 @@ class Store:
         attributes: Mapping[str, Any],
         num_slots: int = store_format.NUM_SLOTS,
         scratch_bytes: int = 0,
+        drives: Sequence[MeasuredDirectory] = (),
         fresh: bool = False,
     ) -> DirectoryState:
         """Raise the StoreRefusedError that :meth:`create` would raise, and change nothing. Ignores the lock."""
         directory = directory.absolute()
+        further = [one.directory for one in drives[1:]]
         state = allocation.check_creatable(directory, fresh=fresh)
+        replaced = store_drives.check_places(directory, further, fresh=fresh)
         metadata = store_format.metadata_files(
             layouts, attributes, store_id=str(uuid.UUID(int=0)), num_slots=num_slots
         )
-        sizes = [chunk.num_bytes for chunk in inventory.all_chunks(directory, layouts, num_slots=num_slots)]
-        sizes += [4 * len(sizes)] * 2  # the CRC file: one each commit, two for a moment
-        allocation.check_space(directory, [*sizes, *map(len, metadata.values())], extra_bytes=scratch_bytes)
+        chunks = inventory.all_chunks(directory, layouts, num_slots=num_slots)
+        shares = creation.share_out(directory, chunks, drives)
+        extra_bytes = scratch_bytes + sum(map(len, metadata.values()))
+        extra_bytes += 2 * 4 * len(chunks)  # the CRC file: one each commit, two for a moment
+        store_drives.check_space(
+            [(share.directory, [chunk.num_bytes for chunk in share.files]) for share in shares],
+            extra_bytes=extra_bytes + allocation.OVERHEAD_BYTES_PER_FILE * len(metadata),
+            old={*store_drives.linked(directory), *replaced},
+        )
         return state
 
     @classmethod
@@ -240,7 +261,8 @@ class Store:
         files, empties scratch, removes what an interrupted commit left. Read-only: takes no lock, changes nothing; a
         writer may then overwrite what was committed here once it commits again (:meth:`is_current` tells).
 
-        Raises StoreRefusedError (no store here, none ever committed, drive full), StoreLockedError, StoreFormatError
+        Raises StoreRefusedError (no store here, none ever committed, a drive missing or full), StoreLockedError,
+        StoreFormatError
         (metadata, COMMIT.json, CRC file) or CorruptChunkError (a chunk missing, of the wrong size, or, with "crc",
         failing its checksum). The store is unchanged then.
         """
@@ -254,6 +276,7 @@ class Store:
             if writable:
                 opening.settle_commit(directory)
             found = opening.read(directory)
+            store_drives.check_present(directory, found.record, writable=writable)
             store = cls(
                 directory=directory,
                 engine=engine,
@@ -284,7 +307,7 @@ class Store:
                 for chunk in every:
                     if inventory.lacks_blocks(chunk):
                         allocation.allocate(chunk.path, chunk.num_bytes)
-                opening.tidy(directory, found.record, engine)
+                opening.tidy(directory, found.record, every, engine)
                 store.shared.settle(every, named)
         except BaseException:
             if lock is not None:
@@ -306,11 +329,13 @@ class Store:
         if self.record is not None:
             raise RuntimeError(f"{self.directory}: has a commit and is not discarded")
         self._closed = True
+        directories = [self.directory, *store_drives.linked(self.directory)]
         creation.remove_store(self.directory, self._engine)
         if self._lock is not None:
             self._lock.release(remove=True)
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -485,6 +510,13 @@ class Store:
             seconds=time.perf_counter() - started,
         )
 
+    def commit_drives(self, drives: Sequence[store_drives.Drive]) -> CommitStatistics:
+        """Commit the committed state again, unchanged, with another list of drives. Raises as :meth:`commit` does."""
+        if self.record is None:
+            raise RuntimeError(f"{self.directory}: nothing is committed yet")
+        self._drives = tuple(drive.to_json() for drive in drives)
+        return self.commit(step=self.record.step, adam_steps=self.record.adam_steps, run=self.record.run)
+
     @staticmethod
     def _check_present(paths: Sequence[Path]) -> None:
         """A file that was deleted while the engine had it open would be flushed into nothing."""
@@ -558,6 +590,11 @@ class Store:
             if self.record is None:
                 raise RuntimeError(f"{self.directory}: nothing was ever committed")
             yield self.record
+    def chunk_files(self) -> list[StoredChunk]:
+        """Every chunk file of the store; those that the last commit does not name have no ``crc32c``."""
+        committed = {chunk.path: chunk for chunk in self.committed_chunks()}
+        every = inventory.all_chunks(self.directory, self.layouts, num_slots=self.num_slots)
+        return [committed.get(chunk.path, chunk) for chunk in every]
 
     def scratch_file(self, name: str, num_bytes: int) -> Path:
         """A file under scratch/ with ``num_bytes`` reserved; its content is undefined and dies with the run.

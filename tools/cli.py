@@ -1,4 +1,5 @@
-"""The command line: `hoist train`, `export`, `verify`, `snapshot`, `restore`, `doctor`. Parses and calls, no more.
+"""The command line: `hoist train`, `export`, `verify`, `snapshot`, `restore`, `drives`, `doctor`. Parses and calls, no
+more: what a run shows is `show.py`'s.
 
 Errors and exit codes are in `exits.py`. Heavy imports wait until a command runs, so that `--help` is quick.
 """
@@ -89,11 +90,12 @@ def train(
         str | None, typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="sdpa (default) or eager.")
     ] = None,
     store: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="DIR", rich_help_panel=_RUN,
             help="Directory on the NVMe drive, made if it is not there, resumed if it holds a store: what is not given "
-            "is then as it was. Default hoist-store.",
+            "is then as it was. Repeat it with a directory on each further drive to spread a new store over them, as "
+            "their measured speed allows. Default hoist-store.",
         ),
     ] = None,
     fresh: Annotated[
@@ -476,6 +478,50 @@ def _restore(store: Path, name: str, as_json: bool) -> int:
         typer.echo(f"{store} was at step {before} and is now at step {record.step}, as snapshot {name} kept it")
         typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}")
     return 0
+@app.command(
+    epilog="Examples:  [bold]hoist drives hoist-store[/]  |  [bold]hoist drives hoist-store --add /mnt/second/hoist[/]"
+)
+def drives(
+    store: Annotated[Path, typer.Argument(help="The store: its main directory.")],
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Take a directory on another drive into use; repeat for more."),
+    ] = None,
+    remove: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Move everything off a drive and take it out of use; repeat for more."),
+    ] = None,
+    io: Annotated[
+        str, typer.Option(metavar="NAME", show_default=False, help="I/O engine: auto (default), direct or kvikio.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the drives as JSON.")] = False,
+) -> int:
+    """Say which drives a store spans, or spread it over others; run it again to finish an interrupted change."""
+    return _drives(store, add or [], remove or [], io, as_json)
+
+
+def _drives(store: Path, add: list[Path], remove: list[Path], io: str, as_json: bool) -> int:
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools.drives import change, look, render
+    from hoist.tools.show import Display
+    from hoist.tools.sizes import show_bytes
+    from hoist.tools.stop import Stop
+
+    if add or remove:
+        with Stop() as stop, choose_engine(io) as engine, Display(Console(stderr=as_json)) as display:
+
+            def progress(done: int, total: int) -> None:
+                stop.check()
+                display.progress("moving chunks", done, total)
+
+            moved_bytes = change(store, engine, add=add, remove=remove, progress=progress)
+            display.notice(f"{show_bytes(moved_bytes)} moved")
+    uses = look(store)
+    if as_json:
+        typer.echo(json.dumps([use.to_json() for use in uses], indent=2))
+    else:
+        render(uses, Console())
+    return 0 if all(use.problem is None for use in uses) else 1
 
 
 @app.command(epilog="Example:  [bold]hoist doctor .[/]")

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,15 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
-from hoist.tiers.allocation import DirectoryState, directory_state
+from hoist.tiers.allocation import DirectoryState, check_creatable, directory_state
+from hoist.tiers.dealing import measure, measured_bytes
+from hoist.tiers.drives import check_places, refuse_drive
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
+from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.model_files import config_difference, load_config, save_model_files
 from hoist.tools.presets import load_model_source
@@ -32,7 +35,7 @@ from hoist.tools.presets import load_model_source
 
 @contextmanager
 def open_trainer(
-    store: str | Path,
+    store: str | Path | Sequence[str | Path],
     *,
     config: TrainerConfig,
     model: str | Path | None = None,
@@ -47,7 +50,9 @@ def open_trainer(
     ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
     every dropout probability. ``fresh`` starts over in an existing store. ``verify``: compare every checksum before a
-    store is resumed, ``always`` also those of what is read for updates, ``never`` only sizes.
+    store is resumed, ``always`` also those of what is read for updates, ``never`` only sizes. Several directories, the
+    main one first and one on each further drive, make a new store that is spread over them; an existing store needs its
+    main one only.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
@@ -55,9 +60,14 @@ def open_trainer(
     if verify not in ("resume", "always", "never"):
         raise ConfigError(f"verify: {verify!r} is not one of resume, always, never")
     config = replace(config, verify_reads=config.verify_reads or verify == "always")
-    directory = Path(store).absolute()
+    directory, *further = (
+        Path(place).absolute() for place in ([store] if isinstance(store, (str, Path)) else store)
+    )
+    refuse_drive(directory)
     present = directory_state(directory) is DirectoryState.COMMITTED
     resume = present and not fresh
+    if resume and further:
+        follow(directory, further)
     if model is None and not resume:
         raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
     source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
@@ -80,6 +90,10 @@ def open_trainer(
         else:
             setup = prepare(staged, lay_out_stages(staged), config)
             checkpoint = source.checkpoint
+            check_creatable(directory, fresh=fresh)
+            check_places(directory, further, fresh=fresh)
+            places = [directory, *further] if further else []
+            measured = measure(places, engine, num_bytes=measured_bytes(setup.layouts))
             if checkpoint is not None and present:  # a store that is replaced is removed before weights are written
                 check_weights(checkpoint, staged, engine)
             opened = cleanup.enter_context(
@@ -94,6 +108,7 @@ def open_trainer(
                         "optimizer": {"kind": "adamw"},
                     },
                     extras=lambda folder: save_model_files(source, folder),
+                    drives=measured,
                     fresh=fresh,
                 )
             )

@@ -93,8 +93,8 @@ class TrainOptions:
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
     """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
-    store: str = "hoist-store"
-    """The store's directory: resumed if it is there, made if not."""
+    store: tuple[str, ...] = ("hoist-store",)
+    """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
     """Budget for host memory beyond the baseline of the process."""
     seq_len: int = 1024
@@ -193,8 +193,10 @@ class TrainOptions:
             raise ConfigError(
                 f"--keep-snapshots: {self.keep_snapshots} is not allowed without --snapshot-every; give both"
             )
+        if not self.store:
+            raise ConfigError("--store: nothing given; name a directory, or leave the option out")
         for name in ("store", "model", "metrics"):
-            if getattr(self, name) == "":
+            if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
         self.trainer_config()
@@ -249,6 +251,11 @@ class TrainOptions:
         except ValueError as error:
             raise ConfigError(f"--host-memory: {error}") from error
 
+    @property
+    def main_store(self) -> str:
+        """The first of the store's directories: what the store is known by."""
+        return self.store[0]
+
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
         try:
@@ -299,6 +306,8 @@ def _from_text(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, (list, tuple)) else value
     kind = _kind(hint)
+    if name == "store":
+        return (value,)
     if name == "betas":
         return _parse_betas(value)
     if kind is int or kind is float:
@@ -373,7 +382,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name == "data" and isinstance(value, str):
+    if name in ("data", "store") and isinstance(value, str):
         return (value,)
     if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

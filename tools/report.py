@@ -98,6 +98,8 @@ class RunStart:
     """The I/O engine's description of itself."""
     commits: str
     """When commits are due, for people."""
+    drives: tuple[tuple[str, float], ...] = ()
+    """Directory and share, from 0 to 1, of each drive that the store spans; empty if it is in one directory."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
 

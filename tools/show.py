@@ -89,6 +89,9 @@ class Display:
         )
         where = f"resumed at step {start.step}" if start.resumed else "new"
         self._field("store", f"{start.store} ({where})")
+        if start.drives:
+            spread = ", ".join(f"{directory} {share:.0%}" for directory, share in start.drives)
+            self._field("drives", f"chunks are spread over {len(start.drives)}: {spread}")
         self._field("i/o", start.engine)
         budget = start.budget_bytes
         ratio = states / budget

@@ -26,8 +26,9 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import CommitTotals, StepMetrics, Trainer
-from hoist.tiers import allocation
+from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
+from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, CommitRecord
@@ -37,6 +38,7 @@ from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
 from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
+from hoist.tools.drives import follow, shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.invoked import command_name
@@ -64,7 +66,9 @@ class _Prepared:
 
     options: TrainOptions
     directory: Path
-    """The store, absolute."""
+    """The store's main directory, absolute."""
+    drives: tuple[MeasuredDirectory, ...]
+    """All directories of a new store that spans several, the main one first; else empty."""
     found: CommitRecord | None
     """The commit that the run goes on from; None for a new store."""
     source: ModelSource
@@ -100,7 +104,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             if tokens is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
             data = _step_data(run, tokens, report)
-            start = _start(run, engine, tokens)
+            start = _start(run, engine, tokens, store)
             report.plan(start)
             metrics_file = None
             if options.metrics is not None:
@@ -113,9 +117,9 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
 
 def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: Stop) -> _Prepared:
     """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing."""
-    directory = Path(os.path.abspath(options.store))  # noqa: PTH100 (a link to a drive keeps its own name)
-    with _named("--store", directory):
-        resume = _check_place(directory, options)
+    directory, *further = (Path(os.path.abspath(place)) for place in options.store)  # noqa: PTH100 (links keep names)
+    with _named("--store", directory, *further):
+        resume = _check_place(directory, further, options)
         if options.metrics is not None:
             check_metrics_path(Path(options.metrics))
         found: CommitRecord | None = None
@@ -139,13 +143,17 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         weights = initialised(options.seed)
         if options.snapshot_every:
             _check_snapshot_space(directory, options, found, layouts, setup)
+        measured: tuple[MeasuredDirectory, ...] = ()
         if not resume:
+            if further:
+                measured = measure([directory, *further], engine, num_bytes=measured_bytes(layouts))
             Store.check_creation(
                 directory,
                 layouts=layouts,
                 attributes=_attributes(options, source),
                 num_slots=setup.num_slots,
                 scratch_bytes=setup.scratch_bytes + small_bytes(source),
+                drives=measured,
                 fresh=options.fresh,
             )
             if source.checkpoint is not None:
@@ -157,6 +165,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
     return _Prepared(
         options=options,
         directory=directory,
+        drives=measured,
         found=found,
         source=source,
         model=model,
@@ -184,15 +193,17 @@ def _check_snapshot_space(
 
 
 @contextmanager
-def _named(option: str, path: Path) -> Iterator[None]:
-    """Put the option before refusals that name a path alone."""
+def _named(option: str, path: Path, *others: Path) -> Iterator[None]:
+    """Put the option before refusals that name one of its values alone, and before others the first as well."""
     try:
         yield
     except (StoreRefusedError, StoreLockedError) as error:
         text = str(error)
         if text.startswith("--"):
             raise
-        raise type(error)(f"{option} {text}" if text.startswith(f"{path}:") else f"{option} {path}: {text}") from error
+        if any(text.startswith(f"{one}:") for one in (path, *others)):
+            raise type(error)(f"{option} {text}") from error
+        raise type(error)(f"{option} {path}: {text}") from error
 
 
 def _engine(kind: str) -> IoEngine:
@@ -210,15 +221,22 @@ def _staged(options: TrainOptions, source: ModelSource) -> StagedModel:
         raise ModelError(f"--model {options.model}: {error}{advice}") from error
 
 
-def _check_place(directory: Path, options: TrainOptions) -> bool:
-    """True to resume the store at ``directory``, False to make one there. Refuses a place where neither can be."""
+def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
+    """True to resume the store at ``directory``, False to make one there. Refuses a place where neither can be.
+
+    A store's drives that are mounted elsewhere now are found where ``further`` says.
+    """
+    drives.refuse_drive(directory)
     state = allocation.directory_state(directory)
     resume = state is DirectoryState.COMMITTED and not options.fresh
     if resume:
         allocation.check_no_snapshot(directory)
         allocation.check_writable(directory)
+        if further:
+            follow(directory, further)
     else:
         allocation.check_creatable(directory, fresh=options.fresh)
+        drives.check_places(directory, further, fresh=options.fresh)
     check_unlocked(directory / LOCK_NAME)
     return resume
 
@@ -233,8 +251,8 @@ def _model_source(options: TrainOptions, store: Path | None) -> ModelSource:
         difference = config_difference(load_model_source(options.model).config, config)
         if difference is not None:
             raise StoreRefusedError(
-                f"--model {options.model}: not the model of --store {options.store}: {difference}; leave --model out, "
-                "name another --store, or start over with --fresh"
+                f"--model {options.model}: not the model of --store {options.main_store}: {difference}; leave --model "
+                "out, name another --store, or start over with --fresh"
             )
     return ModelSource(
         name=options.model,
@@ -262,7 +280,7 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
     writable = cache if cache.exists() else cache.parent
     if not os.access(writable, os.W_OK | os.X_OK):
         raise RefusalError(
-            f"--store {options.store}: the ids of --data are kept beside it, in {cache}, and {writable} cannot be "
+            f"--store {options.main_store}: the ids of --data are kept beside it, in {cache}, and {writable} cannot be "
             "written; put the store into a folder that you may write"
         )
     tokens = token_data.prepare(
@@ -333,7 +351,7 @@ def _store(
 ) -> Iterator[Store]:
     """The store, open for writing: the one that was found, or a new one at step 0."""
     options = run.options
-    with _named("--store", run.directory), _undone(tokens):
+    with _named("--store", run.directory, *(one.directory for one in run.drives)), _undone(tokens):
         if run.found is not None:
             checking = _checked("checking the store", report, stop)
             check: Literal["sizes", "crc"] = "sizes" if options.verify == "never" else "crc"
@@ -353,6 +371,7 @@ def _store(
                 attributes=_attributes(options, run.source),
                 run={"options": options.remembered()},
                 extras=lambda folder: save_model_files(run.source, folder),
+                drives=run.drives,
                 fresh=options.fresh,
                 progress=lambda what, done, total: _checked(what, report, stop)(done, total),
             )
@@ -502,7 +521,7 @@ class _Loop:
 @contextmanager
 def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
     """Say of a failure where the store now stands, and what to do."""
-    again = f"{command_name()} train --store {shlex.quote(run.options.store)}"
+    again = f"{command_name()} train --store {shlex.quote(run.options.main_store)}"
     try:
         yield
     except MetricsError as error:
@@ -512,7 +531,7 @@ def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
         ) from error
     except (RunFailedError, NonFiniteGradientError, OSError) as error:  # TransferError is one
         raise RunFailedError(
-            f"{error}; --store {run.options.store} stays at its last commit, step {trainer.committed_step}: "
+            f"{error}; --store {run.options.main_store} stays at its last commit, step {trainer.committed_step}: "
             f"remove the cause and go on with {again}"
         ) from error
 
@@ -526,11 +545,12 @@ def _require_finite(metrics: StepMetrics) -> None:
             raise RunFailedError(f"step {metrics.step}: the {name} is {value}; a lower --lr may help")
 
 
-def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource) -> RunStart:
+def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource, store: Store) -> RunStart:
     options = run.options
+    assert store.record is not None
     return RunStart(
         model=options.model,
-        store=options.store,
+        store=options.main_store,
         resumed=run.found is not None,
         step=run.step,
         steps=options.steps,
@@ -543,6 +563,7 @@ def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource) -> RunStart:
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,
         engine=engine.describe(),
+        drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
     )
@@ -567,7 +588,7 @@ def _end(
     commits: CommitTotals | None = None,
 ) -> RunEnd:
     return RunEnd(
-        store=run.options.store,
+        store=run.options.main_store,
         created=run.found is None,
         step=step,
         steps=run.options.steps,

@@ -24,6 +24,7 @@ from hoist.scheduler.memory import smallest
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
@@ -156,7 +157,14 @@ RARE = ("delayed, horizontal", "delayed, kept", "clipped, kept")
 CLIPPED = frozenset(name for name in SETTINGS if name.startswith("clipped"))
 
 
-def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | None = None) -> None:
+def create(
+    what: Job,
+    directory: Path,
+    engine: IoEngine,
+    *,
+    source: Source | None = None,
+    drives: Sequence[MeasuredDirectory] = (),
+) -> None:
     """Make the job's store, at step 0, and close it. ``source``: other weights than the job's."""
     create_store(
         directory,
@@ -165,6 +173,7 @@ def create(what: Job, directory: Path, engine: IoEngine, *, source: Source | Non
         engine=engine,
         source=source or from_weights(what.weights),
         attributes={"test": True},
+        drives=drives,
     ).close()
 
 

@@ -1,6 +1,7 @@
 """How fast a directory's drive is through an engine, measured by a real write, flush, read and check.
 
-For `hoist doctor` and `bench_step.py`. Nothing is remembered here, and no run depends on these numbers.
+For `hoist doctor`, `bench_step.py` and the dealing of chunks over several drives. Nothing is remembered here, and no
+result of a run depends on these numbers.
 """
 
 from __future__ import annotations

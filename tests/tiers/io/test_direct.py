@@ -415,3 +415,39 @@ def test_a_request_longer_than_one_system_call_can_move(tmp_path: Path) -> None:
         assert torch.equal(back, source)
     finally:
         path.unlink()
+
+
+class TestDrives:
+    """Files on several file systems."""
+
+    def test_a_slow_drive_keeps_no_thread_from_another(self, tmp_path: Path) -> None:
+        """Every thread of one drive waits, and as many requests again: the other's requests are all carried out."""
+        slow, fast = make_file(tmp_path / "slow", bytes(4096)), make_file(tmp_path / "fast", bytes(4096))
+        go_on = threading.Event()
+
+        def before(call: SystemCall) -> None:
+            if call.name == "pread" and call.path == str(slow):
+                go_on.wait()
+
+        class TwoDrives(FaultyDirectEngine):
+            def _device_of(self, path: str) -> int:
+                return 1 if path == str(slow) else 2
+
+        with TwoDrives(before=before, num_threads=2) as engine:
+            held = [engine.read(slow, 0, empty_buffer(4096)) for _ in range(4)]
+            for _ in range(4):
+                engine.read(fast, 0, empty_buffer(4096)).result()
+            assert not any(future.done() for future in held)
+            assert "O_DIRECT from 2 threads for each of 2 drives, parts" in engine.describe()
+            go_on.set()
+            for future in held:
+                future.result()
+
+    def test_files_of_one_drive_share_its_threads(self, tmp_path: Path) -> None:
+        before = threading.active_count()
+        with DirectEngine(num_threads=3) as engine:
+            for name in "abcd":
+                engine.read(make_file(tmp_path / name, bytes(4096)), 0, empty_buffer(4096)).result()
+            assert threading.active_count() == before + 3
+            assert "O_DIRECT from 3 threads, parts" in engine.describe()
+        assert threading.active_count() == before
