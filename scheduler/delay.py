@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hoist.scheduler.executor import Span
-from hoist.scheduler.plan import Kind, Lane, Op
+from hoist.scheduler.ops import Kind, Lane, Op
 
 #: Shares that are weighed against each other.
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Protocol
 
 from hoist.scheduler.link import LinkedPlan, join
-from hoist.scheduler.plan import Kind, Lane, Op
+from hoist.scheduler.ops import Kind, Lane, Op
 
 #: Calls back when an I/O op has ended, with the error if it failed.
 Done = Callable[[BaseException | None], None]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hoist.scheduler.plan import Plan, Resource
+from hoist.scheduler.ops import Resource
+from hoist.scheduler.plan import Plan
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hoist.scheduler.plan import FROZEN_PIECE, Kind, Plan, StageShape
+from hoist.scheduler.ops import Kind
+from hoist.scheduler.plan import FROZEN_PIECE, Plan, StageShape
 
 #: Bytes of an element's two weight halves on NVMe.
 WEIGHT_BYTES = 4

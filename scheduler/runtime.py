@@ -24,8 +24,9 @@ from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES
+from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Buffers, Kind, Op
+from hoist.scheduler.plan import Buffers
 from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers import heap

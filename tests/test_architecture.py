@@ -53,7 +53,7 @@ def test_tiers_and_optim_know_nothing_of_models(package: str) -> None:
         assert not [name for name in imported(path) if name.split(".")[0] == "transformers"], relative(path)
 
 
-@pytest.mark.parametrize("name", ["scheduler/plan.py", "scheduler/link.py"])
+@pytest.mark.parametrize("name", ["scheduler/ops.py", "scheduler/plan.py", "scheduler/link.py"])
 def test_plans_are_pure(name: str) -> None:
     """They import no torch, no os, no threads: nothing but what data and arithmetic need, and each other."""
     allowed = {"__future__", "collections", "dataclasses", "enum", "typing"}

@@ -26,7 +26,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.executor import Span
 from hoist.scheduler.models import build_model
-from hoist.scheduler.plan import Lane
+from hoist.scheduler.ops import Lane
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hoist.scheduler.config import Order
-from hoist.scheduler.plan import Kind, Part
+from hoist.scheduler.ops import Kind, Part
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.direct import DirectEngine

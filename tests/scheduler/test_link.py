@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, join, link
-from hoist.scheduler.plan import Kind, Op, Part, Plan, Resource
+from hoist.scheduler.ops import Kind, Op, Part, Resource
+from hoist.scheduler.plan import Plan
 
 A, B, C = (Resource(Part.STAGING, number) for number in range(3))
 

@@ -16,7 +16,7 @@ import torch
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.optim.schedules import Schedule, ScheduleKind
 from hoist.scheduler.config import Order
-from hoist.scheduler.plan import Kind
+from hoist.scheduler.ops import Kind
 from tests.support.models import FAMILIES, batch_of, reference_model, tiny_config
 from tests.support.training import (
     Batch,

@@ -14,18 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.plan import (
-    LANES,
-    MIN_ACTIVATION_SLOTS,
-    Buffers,
-    Kind,
-    Lane,
-    Plan,
-    StageShape,
-    flush,
-    horizontal,
-    vertical,
-)
+from hoist.scheduler.ops import LANES, Kind, Lane
+from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers, Plan, StageShape, flush, horizontal, vertical
 from tests.support.simulation import Simulation, WrongContentError
 
 Maker = Callable[..., Plan]

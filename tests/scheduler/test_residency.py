@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.plan import Kind
+from hoist.scheduler.ops import Kind
 from hoist.tiers.manager import KindStatistics
 from tests.support.models import NUM_LAYERS, tiny_config
 from tests.support.training import Engine, elements_of, make_steps, trainer_on

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hoist.scheduler.config import ClipMode, Order
-from hoist.scheduler.plan import Kind
+from hoist.scheduler.ops import Kind
 from hoist.tiers.errors import StoreRefusedError
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.models import tiny_config

@@ -19,7 +19,7 @@ import torch
 
 from hoist.scheduler.executor import Done
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.plan import Kind, Lane, Op
+from hoist.scheduler.ops import Kind, Lane, Op
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.base import IoEngine

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from hoist.scheduler.plan import Kind, Op
+from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.format import COMMIT_NAME, COMMIT_TEMPORARY_NAME, CRC_DIRECTORY, METADATA_NAME, SCRATCH_DIRECTORY

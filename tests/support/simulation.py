@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hoist.scheduler.link import LinkedPlan, join
-from hoist.scheduler.plan import Buffers, Kind, Op, StageShape
+from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.plan import Buffers, StageShape
 from hoist.tiers.slots import SlotTable
 
 #: What a buffer holds while something is being put into it.

@@ -26,7 +26,7 @@ from hoist.scheduler.config import ClipMode, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.models import build_model
-from hoist.scheduler.plan import Kind
+from hoist.scheduler.ops import Kind
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
 from hoist.scheduler.trainer import StepMetrics, Trainer
