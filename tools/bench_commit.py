@@ -56,6 +56,8 @@ class Row:
     """Of one commit: making what was written durable; nothing but freed slots waits for it. 0 if there was none."""
     commit_seconds: float
     """Of one commit, the flush included."""
+    commit_share: float
+    """All commits' seconds over the run's: the overhead if nothing of them were hidden. Other load disturbs it less."""
 
 
 class CountingStore(Store):
@@ -122,6 +124,7 @@ def measure(
             num_commits=counts[interval],
             flush_seconds=_median([done.flush_seconds for done in commits[interval]]),
             commit_seconds=_median([done.seconds for done in commits[interval]]),
+            commit_share=sum(done.seconds for done in commits[interval]) / sum(seconds[interval]),
         )
         for interval in intervals
     ]
@@ -163,16 +166,17 @@ def _run(
 def show(rows: Sequence[Row], load: float) -> None:
     """Print the table."""
     table = Table(title=f"what commits cost (medians; load before: {load:.1f})")
-    for column in ("commit every", "run", "overhead", "commits", "flush", "a commit"):
+    for column in ("steps a commit", "run", "overhead", "commits", "flush", "a commit", "all, if unhidden"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            f"{row.commit_every} steps" if row.commit_every else "never",
+            str(row.commit_every) if row.commit_every else "never",
             f"{row.seconds:.2f} s",
             f"{row.overhead:+.1%}",
             str(row.num_commits),
             f"{row.flush_seconds:.3f} s",
             f"{row.commit_seconds:.3f} s",
+            f"{row.commit_share:.1%}",
         )
     Console().print(table)
 
