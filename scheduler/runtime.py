@@ -374,11 +374,16 @@ class Runtime:
             for piece in self.pieces[tensor.owner]
             if _overlap(piece, tensor.placed)
         }
+        streamed_bytes = places.frozen.nbytes
+        if op.stage in self._buffers.kept_frozen:
+            streamed_bytes = 0
+            if self._manager.state(Item(ItemKind.KEPT_FROZEN, op.stage)) is State.CLEAN:
+                self._manager.save(ItemKind.KEPT_FROZEN, read_bytes=places.frozen.nbytes)
         self._manager.fill(
             Item(ItemKind.WEIGHTS, op.stage),
             self._buffers.weights[op.stage],
-            places.weights.nbytes + places.frozen.nbytes,
-            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(places.frozen.numel()),
+            places.weights.nbytes + streamed_bytes,
+            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes),
         )
 
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
@@ -423,6 +428,9 @@ class Runtime:
         place = self._store.frozen_place(op.stage)
         target = self._places.stages[op.stage].frozen
         item = Item(ItemKind.WEIGHTS, op.stage)
+        if op.stage in self._buffers.kept_frozen:
+            item = Item(ItemKind.KEPT_FROZEN, op.stage)
+            self._manager.fill(item, op.stage, target.nbytes)
 
         def read() -> None:
             if self._read_check is not None:

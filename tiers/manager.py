@@ -42,6 +42,8 @@ class ItemKind(Enum):
     """Both halves of the weights of a chunk that stay from step to step (first: stage, second: chunk)."""
     KEPT_MOMENTS = "kept moments"
     """Its moments (first: stage, second: chunk)."""
+    KEPT_FROZEN = "kept frozen"
+    """Frozen tensors of a stage that stay from step to step (first: stage)."""
     GRADIENT = "gradient"
     """The gradients of a stage (first: stage)."""
     ACTIVATION = "activation"
@@ -172,7 +174,9 @@ class _Counters:
 
 _RESIDENT = frozenset({State.FILLING, State.CLEAN, State.BOUND, State.DIRTY, State.WRITING})
 #: Kinds whose bytes always are on NVMe too: no record is kept while they are only there.
-_HOMED = frozenset({ItemKind.WEIGHTS, ItemKind.STATES, ItemKind.KEPT_WEIGHTS, ItemKind.KEPT_MOMENTS})
+_HOMED = frozenset(
+    {ItemKind.WEIGHTS, ItemKind.STATES, ItemKind.KEPT_WEIGHTS, ItemKind.KEPT_MOMENTS, ItemKind.KEPT_FROZEN}
+)
 
 
 class Manager:

@@ -138,6 +138,32 @@ def delayed_job(plan: Order, delay: float, *, kept: bool, clip_norm: float = 0.0
     return replace(what, settings=settings, setup=setup)
 
 
+@cache
+def resident_job(share: float, *, delay: float = 0.0) -> Job:
+    """The same with ``share`` of the states, frozen ones included, in memory from step to step."""
+    what = job("vertical")
+    settings = replace(
+        what.settings, delay=delay, residency=share, host_memory_bytes=PLENTY_BYTES, resident_weights=False
+    )
+    setup = prepare(what.staged, what.setup.layouts, settings)
+    kept = setup.memory.kept
+    assert any(kept.weights)
+    assert (kept.weights == kept.moments) == (share == 1.0)
+    assert bool(kept.frozen) == (share == 1.0)
+    return replace(what, settings=settings, setup=setup)
+
+
+@cache
+def guessing_job(*, kept: bool, commit_every: int = 1) -> Job:
+    """The same with updates before the norm is known, all of them wrong; in a store of two or of three slots."""
+    what = delayed_job("vertical", 0.25, kept=kept, clip_norm=CLIP_NORM)
+    settings = replace(what.settings, clip_mode="speculative", commit_every=commit_every)
+    setup = prepare(what.staged, what.setup.layouts, settings)
+    assert setup.num_slots == (2 if commit_every == 1 else 3)
+    assert any(first > 0 for first in setup.delayed_from)
+    return replace(what, settings=settings, setup=setup)
+
+
 #: Small enough that every step of the job is clipped.
 CLIP_NORM = 0.01
 
@@ -150,6 +176,10 @@ SETTINGS: Mapping[str, Callable[[], Job]] = {
     "delayed, horizontal": partial(delayed_job, "horizontal", 0.5, kept=False),
     "clipped": partial(delayed_job, "vertical", 0.0, kept=False, clip_norm=CLIP_NORM),
     "clipped, kept": partial(delayed_job, "vertical", 0.0, kept=True, clip_norm=CLIP_NORM),
+    "clipped, guessed": partial(guessing_job, kept=False),
+    "clipped, guessed, three slots": partial(guessing_job, kept=True, commit_every=2),
+    "resident": partial(resident_job, 1.0),
+    "resident in part": partial(resident_job, 0.3, delay=0.5),
 }
 #: Those that are left to a longer run where all would take long: each is much like another one.
 RARE = ("delayed, horizontal", "delayed, kept", "clipped, kept")
