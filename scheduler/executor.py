@@ -92,9 +92,10 @@ class Executor:
         self._runs: deque[_Run] = deque()
         self._last: _Run | None = None
         self._spans: list[Span] = []
-        #: Lanes that take ready ops in any order.
-        self._ready: dict[Lane, deque[_Item]] = {Lane.COPY: deque(), Lane.COMMIT: deque()}
-        #: The optim lane takes ops strictly in plan order.
+        #: Ops that may be taken in any order: all of two lanes, and the measuring of gradients, which the optim lane
+        #: takes first, since the end of a step and the scale of its updates wait for it.
+        self._ready: dict[Lane, deque[_Item]] = {Lane.COPY: deque(), Lane.COMMIT: deque(), Lane.OPTIM: deque()}
+        #: Updates, which the optim lane takes strictly in plan order.
         self._optim_queue: deque[_Item] = deque()
         self._io_in_flight = 0
         #: By the identities of two plans, which are kept here too, so that no other object can get theirs.
@@ -188,7 +189,7 @@ class Executor:
                     run.waiting[later] += 1
         self._runs.append(run)
         self._last = run
-        self._optim_queue.extend((run, index) for index, op in enumerate(run.ops) if op.lane is Lane.OPTIM)
+        self._optim_queue.extend((run, index) for index, op in enumerate(run.ops) if _is_ordered(op))
         return [(run, index) for index, count in enumerate(run.waiting) if not count]
 
     def _finish(self, item: _Item, start: float, error: BaseException | None) -> None:
@@ -249,7 +250,7 @@ class Executor:
                 self._start_io(item)
             else:
                 with self._lock:
-                    if lane in self._ready:  # compute and optim look at their own next op
+                    if lane in self._ready and not _is_ordered(op):  # compute and updates have a queue of their own
                         self._ready[lane].append(item)
                     self._wake[lane].notify()
 
@@ -299,14 +300,14 @@ class Executor:
         """The op that a lane's thread takes now, if any. The lock is held."""
         if self._stopped:
             return None
-        if lane is Lane.OPTIM:
-            if self._optim_queue:
-                run, index = self._optim_queue[0]
-                if not run.waiting[index]:
-                    return self._optim_queue.popleft()
-            return None
         queue = self._ready[lane]
-        return queue.popleft() if queue else None
+        if queue:
+            return queue.popleft()
+        if lane is Lane.OPTIM and self._optim_queue:
+            run, index = self._optim_queue[0]
+            if not run.waiting[index]:
+                return self._optim_queue.popleft()
+        return None
 
     @property
     def _stopped(self) -> bool:
@@ -327,6 +328,11 @@ class Executor:
         with self._lock:
             taken, self._spans = self._spans, []
         return sorted(taken, key=lambda span: span.start)
+
+
+def _is_ordered(op: Op) -> bool:
+    """The optim lane takes the op strictly in plan order: checksums are extended piece after piece."""
+    return op.lane is Lane.OPTIM and op.kind is not Kind.NORM
 
 
 def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneTime]:

@@ -20,7 +20,7 @@ class Lane(Enum):
     COMPUTE = "compute"
     """The caller's thread, strictly in plan order."""
     OPTIM = "optim"
-    """One thread, strictly in plan order (checksums are extended piece after piece)."""
+    """One thread; updates strictly in plan order (checksums are extended piece after piece), norms before them."""
     COMMIT = "commit"
     """One thread that makes commits, and writes what is kept in memory between them."""
     NONE = "none"
