@@ -30,9 +30,9 @@ MAX_PIECES_OF_STAGE = 32
 SMALL_PIECE_ELEMENTS = 64 * 4096
 #: Slots of each kind: fewest that work with overlap, and most that are of use.
 MIN_SLOTS = 2
-MAX_SLOTS = 4
+MAX_SLOTS = 8
 #: Rings of slots (staging and states) grow while they take at most this share of the budget.
-RING_SHARE = 0.25
+RING_SHARE = 1 / 3
 #: Bytes of traffic that a byte of room for waiting gradients or boundary activations saves: one write, one read.
 SPILL_VALUE = 2.0
 

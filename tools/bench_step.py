@@ -131,7 +131,7 @@ def measure(
     *,
     host_memory_bytes: int,
     rounds: int,
-    resident_weights: bool,
+    residency: float,
     delay: float = 0.0,
 ) -> Row:
     """Run ``rounds`` rounds: a few steps of hoist's, as many in memory."""
@@ -147,7 +147,8 @@ def measure(
             num_micro_batches=count,
             optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
             schedule=Schedule(kind="constant", lr=1e-4, num_steps=rounds * (STEPS_A_ROUND + 1)),
-            resident_weights=resident_weights,
+            residency=residency,
+            resident_weights=residency > 0.0,
             delay=delay,
         )
         setup = prepare(staged, lay_out_stages(staged), options)
@@ -251,7 +252,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
     parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
-    parser.add_argument("--resident-weights", action="store_true", help="let spare memory keep weights")
+    parser.add_argument("--residency", type=float, default=1.0, help="largest share of the states kept in memory")
     parser.add_argument("--delay", type=float, default=0.0, help="share of updates that wait for the next forward")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
@@ -264,7 +265,7 @@ def main() -> None:
             shape,
             host_memory_bytes=parse_bytes(arguments.host_memory),
             rounds=arguments.rounds,
-            resident_weights=arguments.resident_weights,
+            residency=arguments.residency,
             delay=arguments.delay,
         )
         for shape in shapes
