@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler import memory
-from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
@@ -60,7 +60,7 @@ class Job:
     forward_seconds: float
     backward_seconds: float
     num_steps: int
-    """Counted steps of each delay; one more goes before them."""
+    """Counted steps of each run; one more goes before them."""
 
     @property
     def sleep_seconds(self) -> float:
@@ -68,11 +68,38 @@ class Job:
         return self.num_layers * self.num_micro_batches * (2 * self.forward_seconds + self.backward_seconds)
 
 
+#: Norms that no step's gradients reach, and that all of them exceed.
+NEVER, ALWAYS = 1e9, 1e-9
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One delay's result. Times are medians over the steps, in seconds."""
+class Run:
+    """What is tried."""
 
     delay: float
+    clip_norm: float = 0.0
+    clip_mode: ClipMode = "exact"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if not self.clip_norm:
+            return f"delay {self.delay:g}"
+        if self.clip_mode == "exact":
+            return "clip exactly"
+        return f"guess, delay {self.delay:g}, {'all' if self.clip_norm == ALWAYS else 'none'} wrong"
+
+    def configured(self, config: TrainerConfig) -> TrainerConfig:
+        """``config`` with this run's delay and clipping."""
+        return replace(config, delay=self.delay, clip_norm=self.clip_norm, clip_mode=self.clip_mode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One run's result. Times are medians over the steps, in seconds."""
+
+    name: str
+    """Delay and clipping."""
     step_seconds: float
     sleep_seconds: float
     io_seconds: float
@@ -182,7 +209,7 @@ def step_of(job: Job, number: int) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def prepared(
-    directory: Path, job: Job, *, num_runs: int, host_memory_bytes: int | None
+    directory: Path, job: Job, runs: Sequence[Run], *, host_memory_bytes: int | None
 ) -> Iterator[tuple[StagedModel, IoEngine, Bandwidth, TrainerConfig, Path]]:
     """A store at step 0, what trains in it, and the drive's bandwidth. All of it is removed afterwards."""
     warm_up()
@@ -197,25 +224,25 @@ def prepared(
             seq_len=SEQ_LEN,
             num_micro_batches=job.num_micro_batches,
             optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-            schedule=Schedule(kind="constant", lr=1e-4, num_steps=num_runs * (job.num_steps + 1)),
+            schedule=Schedule(kind="constant", lr=1e-4, num_steps=len(runs) * (job.num_steps + 1)),
             commit_every=10**6,
         )
         if host_memory_bytes is None:
             demand = prepare(staged, layouts, replace(config, delay=1.0)).memory.demand
             config = replace(config, host_memory_bytes=int(BUDGET_FACTOR * memory.smallest(demand).need_bytes))
         store = Path(folder) / "store"
-        setup = prepare(staged, layouts, replace(config, delay=1.0))  # its scratch is the largest
+        # The largest scratch, and a third slot if a run needs it.
+        guessing = next((run for run in runs if run.clip_mode == "speculative"), Run(delay=1.0))
+        setup = prepare(staged, layouts, guessing.configured(replace(config, delay=1.0)))
         create_store(store, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}).close()
         yield staged, engine, bandwidth, config, store
 
 
-def measure(directory: Path, job: Job, delays: Sequence[float], *, host_memory_bytes: int | None) -> list[Row]:
-    """Run a few steps with each delay."""
-    with prepared(directory, job, num_runs=len(delays), host_memory_bytes=host_memory_bytes) as made:
+def measure(directory: Path, job: Job, runs: Sequence[Run], *, host_memory_bytes: int | None) -> list[Row]:
+    """A few steps of each run."""
+    with prepared(directory, job, runs, host_memory_bytes=host_memory_bytes) as made:
         staged, engine, bandwidth, config, store = made
-        rows = [
-            _measure_delay(store, staged, engine, replace(config, delay=delay), job) for delay in delays
-        ]
+        rows = [_measure_run(store, staged, engine, run.configured(config), job, run.name) for run in runs]
         # The drive may have been busy with something else: the quicker of two measurements is nearer to what it can do.
         after = measure_bandwidth(store.parent, engine)
         read = max(bandwidth.read_bytes_per_second, after.read_bytes_per_second)
@@ -223,8 +250,8 @@ def measure(directory: Path, job: Job, delays: Sequence[float], *, host_memory_b
         return [_compared(row, read, write) for row in rows]
 
 
-def _measure_delay(
-    directory: Path, staged: StagedModel, engine: IoEngine, config: TrainerConfig, job: Job
+def _measure_run(
+    directory: Path, staged: StagedModel, engine: IoEngine, config: TrainerConfig, job: Job, name: str
 ) -> Row:
     times: list[float] = []
     metrics: list[StepMetrics] = []
@@ -246,7 +273,7 @@ def _measure_delay(
     written_bytes = int(statistics.median(step.nvme_written_bytes for step in metrics))
     lanes = metrics[0].busy_seconds
     return Row(
-        delay=config.delay,
+        name=name,
         step_seconds=statistics.median(times),
         sleep_seconds=job.sleep_seconds,
         io_seconds=0.0,
@@ -267,14 +294,14 @@ def _compared(row: Row, read_bytes_per_second: float, write_bytes_per_second: fl
 
 
 def show(rows: Sequence[Row], load: float) -> None:
-    """Print the table, and the lanes of a step of each delay."""
+    """Print the table, and the lanes of a step of each run."""
     table = Table(title=f"a step whose layers sleep, against its limits (medians; load before: {load:.1f})")
-    columns = ("delay", "step", "sleep", "I/O alone", "ratio", "compute busy", "waits", "io busy", "optim")
+    columns = ("", "step", "sleep", "I/O alone", "ratio", "compute busy", "waits", "io busy", "optim")
     for column in (*columns, "read", "written"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            f"{row.delay:g}",
+            row.name,
             f"{row.step_seconds:.2f} s",
             f"{row.sleep_seconds:.2f} s",
             f"{row.io_seconds:.2f} s",
@@ -289,7 +316,7 @@ def show(rows: Sequence[Row], load: float) -> None:
     console = Console()
     console.print(table)
     for row in rows:
-        console.print(f"\nlanes of one step, delay {row.delay:g}:")
+        console.print(f"\nlanes of one step, {row.name}:")
         for line in row.timeline:
             console.print(line, markup=False, highlight=False)
 
@@ -304,8 +331,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=10.0, help="of a layer and a micro-batch")
     parser.add_argument("--backward-ms", type=float, default=20.0, help="beside the forward that it repeats")
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of each delay")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of each run")
     parser.add_argument("--delay", type=float, action="append", help="repeat for more; default: 0 0.25 0.5 1")
+    parser.add_argument(
+        "--clipping", action="store_true", help="compare exact and speculative clipping; default delay: 0.25"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     if arguments.layer_elements < HIDDEN or arguments.layer_elements % HIDDEN:
@@ -320,8 +350,14 @@ def main() -> None:
     )
     load = os.getloadavg()[0]
     budget = None if arguments.host_memory is None else parse_bytes(arguments.host_memory)
-    delays = arguments.delay or [0.0, 0.25, 0.5, 1.0]
-    rows = measure(arguments.directory.absolute(), job, delays, host_memory_bytes=budget)
+    delays = arguments.delay or ([0.25] if arguments.clipping else [0.0, 0.25, 0.5, 1.0])
+    runs = [Run(delay=delay) for delay in delays]
+    if arguments.clipping:
+        guessing = [
+            Run(delay=delay, clip_norm=norm, clip_mode="speculative") for delay in delays for norm in (NEVER, ALWAYS)
+        ]
+        runs = [Run(delay=1.0, clip_norm=NEVER), *guessing]
+    rows = measure(arguments.directory.absolute(), job, runs, host_memory_bytes=budget)
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:

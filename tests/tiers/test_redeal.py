@@ -19,6 +19,7 @@ from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.redeal import Move, Redeal, change_drives, moves
+from hoist.tiers.snapshots import restore, take
 from hoist.tiers.store import Store
 from tests.support.drives import chunk_files, contents, directories, speeds, told
 from tests.support.faults import quick_directory
@@ -386,3 +387,22 @@ def test_a_drive_that_fills_up_while_it_joins(store: Path, tmp_path: Path) -> No
     if message is None:
         pytest.skip("no small file system can be mounted here")
     assert "No space left on device" in message
+
+
+def test_a_snapshot_stays_whole_while_drives_come_and_go(store: Path, engine: IoEngine, tmp_path: Path) -> None:
+    """What is moved was linked by the snapshot; restored, the store has the snapshot's bytes, on any drives."""
+    with Store.open(store, engine=engine) as opened:
+        take(opened, "kept", engine=engine)
+    drive = [tmp_path / "drive1"]
+    for step in (2, 3):
+        change(store, engine, add=drive if step == 2 else [], remove=drive if step == 3 else [])
+        with Store.open(store, engine=engine, check="crc") as opened:
+            for chunk in CHUNKS:
+                write_chunk(opened, engine, *chunk, seed=7)
+            commit(opened, step)
+        with Store.open(store / "snapshots" / "kept", engine=engine, writable=False, check="crc") as snapshot:
+            assert snapshot.record is not None
+            assert snapshot.record.step == 1
+        with Store.open(store, engine=engine, check="crc") as opened:
+            restore(opened, "kept", engine=engine)
+        check(store, engine)
