@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hoist.optim.split import merge
 from hoist.scheduler.memory import GRADIENT_BYTES, STAGING_BYTES, STATE_BYTES, MemoryPlan
 from hoist.tiers.arena import Arena
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
@@ -230,6 +231,21 @@ class Places:
         ]
         size = memory.demand.activation_bytes
         self.activations = [activations[slot * size : (slot + 1) * size] for slot in range(memory.num_activations)]
+
+    def put_weights(self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor) -> None:
+        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece."""
+        places = self.stages[stage]
+        if owner == stage:
+            merge(hi, lo, places.piece_weights(piece))
+            return
+        for borrowed in places.borrowed:
+            if borrowed.owner != owner or not piece.overlaps(borrowed.placed):
+                continue
+            first = max(piece.start, borrowed.placed.offset)
+            last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
+            target = borrowed.offset + first - borrowed.placed.offset
+            source = slice(first - piece.start, last - piece.start)
+            merge(hi[source], lo[source], places.weights[target : target + last - first])
 
     def close(self) -> None:
         """Free the arena; the views must not be used any more."""

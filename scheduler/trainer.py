@@ -27,9 +27,10 @@ from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.plan import flush, horizontal, vertical
-from hoist.scheduler.runtime import Batch, Runtime, StepState
+from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.step_state import Batch, StepState
 from hoist.tiers import heap
 from hoist.tiers.commit import CommitStatistics
 from hoist.tiers.errors import StoreRefusedError

@@ -93,6 +93,10 @@ class Piece:
         """Elements of the piece, padding included."""
         return self.stop - self.start
 
+    def overlaps(self, placed: PlacedTensor) -> bool:
+        """Part of the tensor lies in the piece, which is one of the same stage."""
+        return self.start < placed.offset + placed.spec.num_elements and placed.offset < self.stop
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
