@@ -94,10 +94,12 @@ class TrainerConfig:
         return self.commit_every, self.commit_minutes
 
     def __post_init__(self) -> None:
-        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "commit_minutes"):
+        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} is not positive")
+        if self.commit_minutes is not None and not 0.0 < self.commit_minutes < math.inf:
+            raise ConfigError(f"commit_minutes: {self.commit_minutes} is not a positive number")
         if not 0.0 <= self.residency <= 1.0:
             raise ConfigError(f"residency: {self.residency} is not a share from 0 to 1")
         if self.clip_mode not in get_args(ClipMode):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hoist.scheduler.executor import Span
+from hoist.scheduler.executor import Span, busy_seconds
 from hoist.scheduler.ops import Kind, Lane, Op
 
 #: Shares that are weighed against each other.
@@ -57,22 +57,23 @@ class StepTimes:
         return forward + backward
 
 
-def measure(ops: Sequence[Op], spans: Sequence[Span], num_bytes: Callable[[Op], int]) -> StepTimes:
+def measure(ops: Sequence[Op], spans: Sequence[Span], bytes_of: Callable[[Op], int]) -> StepTimes:
     """Times of one step: its plan's ``ops``, their spans, and what each I/O op moves (in bytes).
 
     I/O counts as the time during which the drive had something to do, shared out by bytes, since requests that are in
-    flight together wait for one another. Spans of other plans' ops are passed over.
+    flight together wait for one another. Spans of other plans' ops are passed over, and of updates that are there to be
+    made again.
     """
     turn = next(index for index, op in enumerate(ops) if op.kind is Kind.LOSS)
-    in_forward = {id(op) for op in ops[:turn]}
+    in_forward = {id(op) for op in ops[:turn] if not op.redo}
     of_step = in_forward | {id(op) for op in ops[turn:]}
     io = [span for span in spans if span.op.lane is Lane.IO and id(span.op) in of_step]
-    moved = {id(span.op): num_bytes(span.op) for span in io}
+    moved = {id(span.op): bytes_of(span.op) for span in io}
     rate = max(1, sum(moved.values())) / max(1e-9, busy_seconds(io))
     states = {id(span.op) for span in io if span.op.kind in _STATES}
 
     def io_seconds(wanted: set[int]) -> float:
-        return sum(size for op, size in moved.items() if op in wanted) / rate
+        return sum(num_bytes for op, num_bytes in moved.items() if op in wanted) / rate
 
     def seconds(*kinds: Kind) -> float:
         return busy_seconds([span for span in spans if span.op.kind in kinds and id(span.op) in of_step])
@@ -86,16 +87,6 @@ def measure(ops: Sequence[Op], spans: Sequence[Span], num_bytes: Callable[[Op], 
         updates_seconds=seconds(Kind.UPDATE, Kind.NORM),
         bytes_per_second=rate,
     )
-
-
-def busy_seconds(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans ran."""
-    busy = 0.0
-    reached = float("-inf")
-    for start, stop in sorted((span.start, span.stop) for span in spans):
-        busy += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return busy
 
 
 def choose(times: StepTimes, stash_bytes: Mapping[float, int]) -> float:

@@ -339,16 +339,27 @@ def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneT
     """Busy and stalled seconds of every lane between two times. A lane that is idle before its last op is stalled."""
     times: dict[Lane, LaneTime] = {}
     for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM, Lane.COMMIT):
-        parts = sorted((max(span.start, start), min(span.stop, stop)) for span in spans if span.op.lane is lane)
-        busy = 0.0
-        reached = start
-        last_stop = start
-        for first, last in parts:
-            if last <= first:
-                continue
-            busy += max(0.0, last - max(first, reached))
-            reached = max(reached, last)
-            last_stop = max(last_stop, last)
+        parts = [
+            (max(span.start, start), min(span.stop, stop))
+            for span in spans
+            if span.op.lane is lane and max(span.start, start) < min(span.stop, stop)
+        ]
+        busy = union_seconds(parts)
+        last_stop = max((last for _, last in parts), default=start)
         times[lane] = LaneTime(busy_seconds=busy, stall_seconds=max(0.0, last_stop - start - busy))
     return times
 
+
+def busy_seconds(spans: Sequence[Span]) -> float:
+    """Time during which at least one of the spans ran."""
+    return union_seconds([(span.start, span.stop) for span in spans])
+
+
+def union_seconds(parts: Sequence[tuple[float, float]]) -> float:
+    """How long the union of some (start, stop) lasts."""
+    total = 0.0
+    reached = float("-inf")
+    for start, stop in sorted(parts):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total

@@ -189,16 +189,17 @@ class Places:
         self.kept: dict[tuple[int, int], KeptChunk] = {}
         kept_frozen: dict[int, Tensor] = {}
         taken = 0
-        for stage, chunks in enumerate(memory.kept.weights):
+        kept = memory.kept
+        for stage, chunks in enumerate(kept.weights):
             layout = layouts[stage]
             for chunk in sorted(chunks):
                 arrays = {}
-                for array in StateArray if chunk in memory.kept.moments[stage] else WEIGHT_ARRAYS:
+                for array in StateArray if chunk in kept.moments[stage] else WEIGHT_ARRAYS:
                     length = array.itemsize * layout.used_elements()[chunk]
                     arrays[array] = kept_region[taken : taken + length]
                     taken += length
                 self.kept[stage, chunk] = KeptChunk(chunk * layout.chunk_elements, arrays)
-        for stage in sorted(memory.kept.frozen):
+        for stage in sorted(kept.frozen):
             kept_frozen[stage] = kept_region[taken : taken + layouts[stage].frozen_bytes]
             taken += layouts[stage].frozen_bytes
         self.stages: list[StagePlaces] = []

@@ -32,8 +32,12 @@ class ReadCheck:
         #: By step, stage, chunk and array: per piece read so far, its first element, its length and its checksum.
         self._seen: dict[tuple[int, int, int, StateArray], list[tuple[int, int, int]]] = {}
 
-    def piece(self, step: int, stage: int, piece: Piece, arrays: Mapping[StateArray, Tensor]) -> None:
+    def piece(
+        self, step: int, stage: int, piece: Piece, arrays: Mapping[StateArray, Tensor], *, again: bool = False
+    ) -> None:
         """A piece was read in ``step``: its bytes (uint8) in some of the chunk's arrays.
+
+        ``again``: of the version before the newest, to make that another time.
 
         Raises CorruptChunkError, at an array's last piece of the chunk, if what was read is not what was written.
         """
@@ -53,10 +57,10 @@ class ReadCheck:
             for _, count, crc32c in sorted(seen):
                 found = checksum.combine(found, crc32c, count * array.itemsize)
             found = checksum.extend_zeros(found, (layout.chunk_elements - used) * array.itemsize)
-            expected = self._store.checksum(stage, array, piece.chunk)
+            expected = self._store.checksum(stage, array, piece.chunk, again=again)
             if found != expected:
                 names = [segment.name for segment in layout.segments(first, first + layout.chunk_elements)]
-                path = self._store.place(stage, array, piece, write=False).path
+                path = self._store.place(stage, array, piece, write=False, again=again).path
                 place = f"array {array.value}, chunk {piece.chunk}, file {path}"
                 raise self._error(step, stage, place, names, expected, found)
 

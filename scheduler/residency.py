@@ -69,22 +69,20 @@ def candidates(
         for chunk, elements in enumerate(chunk_elements[stage]):
             # All pieces of a chunk are nearly always read equally often; a borrower may need only some.
             reads = loads[stage, chunk] / shape.chunks.count(chunk)
-            size = WEIGHT_BYTES * elements
-            found.append(
-                Candidate(
-                    keep=Keep.WEIGHTS, stage=stage, chunk=chunk, num_bytes=size, saved_bytes=int(size * (reads + 2))
+            for keep, num_bytes, moved in (
+                (Keep.WEIGHTS, WEIGHT_BYTES * elements, reads + 2),
+                (Keep.MOMENTS, MOMENT_BYTES * elements, 2.0),
+            ):
+                saved_bytes = int(num_bytes * moved)
+                found.append(
+                    Candidate(keep=keep, stage=stage, chunk=chunk, num_bytes=num_bytes, saved_bytes=saved_bytes)
                 )
-            )
-            size = MOMENT_BYTES * elements
-            found.append(
-                Candidate(keep=Keep.MOMENTS, stage=stage, chunk=chunk, num_bytes=size, saved_bytes=2 * size)
-            )
         if frozen_bytes[stage]:
-            reads = loads[stage, FROZEN_PIECE]
-            size = frozen_bytes[stage]
+            num_bytes = frozen_bytes[stage]
+            saved_bytes = num_bytes * loads[stage, FROZEN_PIECE]
             found.append(
                 Candidate(
-                    keep=Keep.FROZEN, stage=stage, chunk=FROZEN_PIECE, num_bytes=size, saved_bytes=size * reads
+                    keep=Keep.FROZEN, stage=stage, chunk=FROZEN_PIECE, num_bytes=num_bytes, saved_bytes=saved_bytes
                 )
             )
     order = list(Keep)
@@ -117,12 +115,12 @@ class Kept:
 def kept_of(chosen: Sequence[Candidate], num_stages: int) -> Kept:
     """The chosen candidates, sorted by kind and stage."""
 
-    def chunks(keep: Keep, stage: int) -> frozenset[int]:
-        return frozenset(each.chunk for each in chosen if each.keep is keep and each.stage == stage)
-
+    chunks: dict[tuple[Keep, int], set[int]] = {}
+    for each in chosen:
+        chunks.setdefault((each.keep, each.stage), set()).add(each.chunk)
     stages = range(num_stages)
     return Kept(
-        weights=tuple(chunks(Keep.WEIGHTS, stage) for stage in stages),
-        moments=tuple(chunks(Keep.MOMENTS, stage) for stage in stages),
-        frozen=frozenset(each.stage for each in chosen if each.keep is Keep.FROZEN),
+        weights=tuple(frozenset(chunks.get((Keep.WEIGHTS, stage), ())) for stage in stages),
+        moments=tuple(frozenset(chunks.get((Keep.MOMENTS, stage), ())) for stage in stages),
+        frozen=frozenset(stage for stage in stages if (Keep.FROZEN, stage) in chunks),
     )

@@ -97,7 +97,7 @@ RunRecord = Mapping[str, Any] | Callable[[StepMetrics], Mapping[str, Any]]
 class CommitTotals:
     """What commits took, all together. They run beside computation; writes to freed slots wait for them."""
 
-    number: int = 0
+    num_commits: int = 0
     """Commits made."""
     flush_seconds: float = 0.0
     """Until what had been written was on the drive."""
@@ -106,11 +106,11 @@ class CommitTotals:
 
     def add(self, commit: CommitStatistics) -> None:
         """One more commit."""
-        self.join(CommitTotals(number=1, flush_seconds=commit.flush_seconds, seconds=commit.seconds))
+        self.join(CommitTotals(num_commits=1, flush_seconds=commit.flush_seconds, seconds=commit.seconds))
 
     def join(self, other: CommitTotals) -> None:
         """Those of another trainer too."""
-        self.number += other.number
+        self.num_commits += other.num_commits
         self.flush_seconds += other.flush_seconds
         self.seconds += other.seconds
 
@@ -245,7 +245,9 @@ class Trainer:
         self._last_state: StepState | None = None
         self._commits = CommitTotals()
         #: When the last commit fell due, by time.monotonic().
-        self._committed_seconds = time.monotonic()
+        self._last_due_at = time.monotonic()
+        #: Some states change in memory alone, until a commit writes them.
+        self._keeps_states = self._setup.memory.kept.is_dirty_between_commits
         self._sampler = PeakSampler(anonymous_bytes() if baseline_bytes is None else baseline_bytes)
         self._read_bytes = engine.statistics().read_bytes
         self._written_bytes = engine.statistics().written_bytes
@@ -294,8 +296,8 @@ class Trainer:
 
         Of a step without a delay, and not the first, whose reads others would not need. Raises ConfigError otherwise.
         """
-        linked = self._plans.get((self.config.num_micro_batches, False))
-        if linked is None or not self._last_spans or self._delays:
+        linked = self._plans.get((self.config.num_micro_batches, self._delays))
+        if linked is None or not self._last_spans or self.config.delay_in_force:
             raise ConfigError("step_times: needs a full step without a delay, after the first")
         return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
 
@@ -388,15 +390,15 @@ class Trainer:
                 self._last_state.commit_due = True
             self._finish_updates()
             self._commit(self._position)
+            self._last_due_at = time.monotonic()
 
     def _commit_is_due(self, step: int) -> bool:
         """Whether a step that begins now is to be committed. Decided before it, as what is kept is written after it."""
-        every, minutes = self.config.commit_rule(keeps_states=self._setup.memory.kept.is_dirty_between_commits)
-        now = time.monotonic()
+        every, minutes = self.config.commit_rule(keeps_states=self._keeps_states)
         due = every is not None and step % every == 0
-        due = due or (minutes is not None and now - self._committed_seconds >= 60.0 * minutes)
+        due = due or (minutes is not None and time.monotonic() - self._last_due_at >= 60.0 * minutes)
         if due:
-            self._committed_seconds = now
+            self._last_due_at = time.monotonic()
         return due
 
     def _commit(self, position: _Position) -> None:
@@ -500,7 +502,7 @@ class Trainer:
         What is kept in memory is written only if the last step is to be committed.
         """
         last = self._last_state
-        keeps = last is not None and last.commit_due and self._setup.memory.kept.is_dirty_between_commits
+        keeps = last is not None and last.commit_due and self._keeps_states
         if self._pending or keeps:
             with private_rng():
                 self._executor.run(self._plan(0), self._position.step + 1)
@@ -563,7 +565,7 @@ class Trainer:
 
 
 def _stored_bytes(store: Store) -> int:
-    """Bytes of the store's arrays, both slots of a chunk counted once."""
+    """Bytes of the store's arrays, all slots of a chunk counted as one."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
 
 

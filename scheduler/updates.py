@@ -115,12 +115,14 @@ class Updates:
         kept = self._places.kept.get((stage, chunk))
         return frozenset() if kept is None else frozenset(kept.arrays)
 
-    def _kept_items(self, stage: int, chunk: int) -> list[Item]:
-        """What is kept of a chunk, as the residency table has it."""
-        arrays = self.kept_arrays(stage, chunk)
-        kinds = [ItemKind.KEPT_WEIGHTS] if arrays else []
-        kinds += [ItemKind.KEPT_MOMENTS] if StateArray.EXP_AVG in arrays else []
-        return [Item(kind, stage, chunk) for kind in kinds]
+    def _kept_items(self, stage: int, chunk: int) -> dict[Item, int]:
+        """What is kept of a chunk, as the residency table has it, each with the bytes that an element of it takes."""
+        kept = self.kept_arrays(stage, chunk)
+        return {
+            Item(kind, stage, chunk): sum(array.itemsize for array in arrays)
+            for kind, arrays in ((ItemKind.KEPT_WEIGHTS, WEIGHT_ARRAYS), (ItemKind.KEPT_MOMENTS, MOMENT_ARRAYS))
+            if kept.issuperset(arrays)
+        }
 
     def _arrays(self, op: Op, piece: Piece) -> dict[StateArray, Tensor]:
         """uint8 views of the four arrays of a piece: in the op's state slot, or where they are kept."""
@@ -137,12 +139,12 @@ class Updates:
         kept = self._places.kept[op.stage, piece.chunk]
         items = self._kept_items(op.stage, piece.chunk)
         with self._lock:
-            if self._manager.state(items[0]) is State.STORED:
+            if all(self._manager.state(item) is State.STORED for item in items):  # the first piece of the chunk
+                elements = self._layouts[op.stage].used_elements()[piece.chunk]
                 parts = sum(other.chunk == piece.chunk for other in self.pieces[op.stage])
-                for item in items:
-                    arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
-                    num_bytes = sum(kept.arrays[array].nbytes for array in arrays)
-                    self._manager.fill(item, self._kept_buffers[op.stage, piece.chunk], num_bytes, parts=parts)
+                for item, itemsize in items.items():
+                    buffer = self._kept_buffers[op.stage, piece.chunk]
+                    self._manager.fill(item, buffer, itemsize * elements, parts=parts)
 
         def filled() -> None:
             if self._read_check is not None:
@@ -160,7 +162,7 @@ class Updates:
         """Bring a kept chunk to NVMe; nothing of it is in flight any more when this returns or raises."""
         chunk = self.pieces[op.stage][op.piece].chunk
         items = self._kept_items(op.stage, chunk)
-        if not state.commit_due or self._manager.state(items[0]) is not State.DIRTY:
+        if not state.commit_due or any(self._manager.state(item) is not State.DIRTY for item in items):
             return
         for item in items:
             self._manager.write(item)
@@ -183,9 +185,8 @@ class Updates:
         for future in futures:
             future.result()
         self._store.note_written(op.stage, chunk, checksums.finish(kept.arrays), again=again)
-        for item in items:
-            arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
-            num_bytes = sum(kept.arrays[array].nbytes for array in arrays)
+        for item, itemsize in items.items():
+            num_bytes = itemsize * whole.num_elements
             self._manager.written(item, num_bytes)
             self._manager.save(item.kind, written_bytes=-num_bytes)
 
@@ -268,9 +269,9 @@ class Updates:
         self._manager.fill(item, op.slot, num_bytes)
 
         def read() -> None:
-            if self._read_check is not None and not op.redo:  # again: the version that was checked the first time
+            if self._read_check is not None:
                 arrays = {array: slot.bytes_of(position, piece.num_elements) for position, array in moved}
-                self._read_check.piece(state.step, op.stage, piece, arrays)
+                self._read_check.piece(state.step, op.stage, piece, arrays, again=op.redo)
             self._manager.filled(item)
 
         join = Join(len(moved) + op.stashed, then(done, read))
@@ -303,10 +304,9 @@ class Updates:
     def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
         layout = self._layouts[op.stage]
         kept = self.kept_arrays(op.stage, piece.chunk)
-        for item in self._kept_items(op.stage, piece.chunk):
+        for item, itemsize in self._kept_items(op.stage, piece.chunk).items():
             self._manager.modify(item)
-            arrays = WEIGHT_ARRAYS if item.kind is ItemKind.KEPT_WEIGHTS else MOMENT_ARRAYS
-            num_bytes = sum(array.itemsize for array in arrays) * piece.num_elements
+            num_bytes = itemsize * piece.num_elements
             self._manager.save(item.kind, read_bytes=num_bytes, written_bytes=num_bytes)
         if len(kept) < len(StateArray):
             self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))

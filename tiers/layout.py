@@ -45,7 +45,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Shape; ``()`` is a 0-d tensor."""
     trainable: bool
-    """Has a gradient, moments and two slots. False for frozen parameters and persistent buffers."""
+    """Has a gradient, moments and more than one slot. False for frozen parameters and persistent buffers."""
     dtype: str = "float32"
     """torch's name of the dtype. Trainable tensors are float32 in the store, whatever the checkpoint held."""
 

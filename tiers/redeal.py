@@ -15,7 +15,6 @@ files that none leads to (`drives.tidy`); the change can then be asked for again
 
 from __future__ import annotations
 
-import mmap
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +22,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
-from hoist.tiers import allocation, checksum, creation, dealing, drives
+from hoist.tiers import allocation, creation, dealing, drives
 from hoist.tiers import format as store_format
 from hoist.tiers.allocation import Progress
+from hoist.tiers.copying import copy_chunks
 from hoist.tiers.dealing import MeasuredDirectory
 from hoist.tiers.drives import Drive, Marker
 from hoist.tiers.errors import CorruptChunkError, StoreRefusedError
 from hoist.tiers.inventory import StoredChunk
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
-
-#: Bytes in flight while a file is copied: two buffers of half of it.
-_BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +222,7 @@ class Redeal:
         allocation.allocate(target, chunk.num_bytes)
         if chunk.crc32c is None:
             return
-        found = _copy(self._engine, chunk.path, target, chunk.num_bytes)
+        [(_, found)] = copy_chunks([(chunk, target)], self._engine)
         if found != chunk.crc32c:
             raise CorruptChunkError(
                 f"{chunk.path}: {chunk}: checksum: committed {chunk.crc32c:08x}, the file gives {found:08x}"
@@ -259,34 +254,3 @@ class Redeal:
         """Step 5, one file; in the main tree, the new entry has already taken its place."""
         if move.source is not None and not move.source.is_main:
             (self._places[move.source.id] / self._relative(move)).unlink()
-
-
-def _copy(engine: IoEngine, source: Path, target: Path, num_bytes: int) -> int:
-    """Copy a file's bytes over another's, reading ahead while the last part is written. Returns their CRC32C.
-
-    Raises TransferError. Nothing is in flight when it returns or raises.
-    """
-    half = _BUFFER_BYTES // 2
-    memory = mmap.mmap(-1, 2 * half, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the tensor
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    spans = [(start, min(half, num_bytes - start)) for start in range(0, num_bytes, half)]
-    views = [buffer[half * (index % 2) :][:count] for index, (_, count) in enumerate(spans)]
-    reading = engine.read(source, 0, views[0])
-    writing = None
-    found = 0
-    try:
-        for index, (start, _) in enumerate(spans):
-            reading.result()
-            if writing is not None:
-                writing.result()  # of the other half, which the next read fills
-            writing = engine.write(target, start, views[index])
-            if index + 1 < len(spans):
-                reading = engine.read(source, spans[index + 1][0], views[index + 1])
-            found = checksum.extend(found, views[index])
-        if writing is not None:
-            writing.result()
-    finally:
-        for future in (reading, writing):
-            if future is not None:
-                future.exception()
-    return found

@@ -19,11 +19,11 @@ class ChunkState(Enum):
     ABSENT = "absent"
     """Nowhere: the store is new and the chunk was not yet written."""
     COMMITTED = "committed"
-    """In the slot that the last commit names; the other slot holds nothing of value."""
+    """In the slot that the last commit names."""
     WRITING = "writing"
-    """A write into the other slot has begun and is not finished; reads still go to the version before."""
+    """A write into another slot has begun and is not finished; reads still go to the version before."""
     WRITTEN = "written"
-    """In the other slot, complete; the next commit publishes it. Until then the committed version stays too."""
+    """In another slot, complete; the next commit publishes it. Until then the committed version stays too."""
 
 
 class SlotTable:

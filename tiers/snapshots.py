@@ -112,7 +112,14 @@ class SnapshotMaker:
         #: Files of the snapshot, to be checked; their paths are those under its name while it is made.
         self._files: list[StoredChunk] = []
 
-    def begin(self, engine: IoEngine, *, leave_bytes: int = 0, progress: Progress | None = None) -> None:
+    def begin(
+        self,
+        engine: IoEngine,
+        *,
+        leave_bytes: int = 0,
+        buffer_bytes: int = verify.BUFFER_BYTES,
+        progress: Progress | None = None,
+    ) -> None:
         """Hold the last commit fast: link its files, reserve what takes their place, copy what cannot be linked.
 
         ``leave_bytes`` of the drive stay free besides, for the run's scratch. Raises StoreRefusedError, with numbers,
@@ -135,7 +142,7 @@ class SnapshotMaker:
                 self.write_small_files(record)
                 unlinked = self.link(linked)
                 self._store.shared.release()  # what was reserved for those
-                self.copy([*unlinked, *copied], engine, progress)
+                self.copy([*unlinked, *copied], engine, buffer_bytes, progress)
                 self.sync()
             except BaseException:
                 creation.remove_tree(self._making, engine)
@@ -209,13 +216,15 @@ class SnapshotMaker:
                 refused.append(chunk)
         return refused
 
-    def copy(self, chunks: Sequence[StoredChunk], engine: IoEngine, progress: Progress | None) -> None:
+    def copy(
+        self, chunks: Sequence[StoredChunk], engine: IoEngine, buffer_bytes: int, progress: Progress | None
+    ) -> None:
         """Copy files that are on another drive, durably."""
         jobs = [(chunk, self._inside(chunk.path)) for chunk in chunks]
         for chunk, target in jobs:
             target.parent.mkdir(parents=True, exist_ok=True)
             allocation.allocate(target, chunk.num_bytes)
-        for number, _ in copy_chunks(jobs, engine, progress=progress):
+        for number, _ in copy_chunks(jobs, engine, buffer_bytes=buffer_bytes, progress=progress):
             engine.flush(jobs[number][1]).result()
 
     def sync(self) -> None:

@@ -100,6 +100,8 @@ class Store:
             StageChecksums(chunks=np.zeros((layout.num_chunks, len(StateArray)), np.uint32), frozen=0)
             for layout in layouts
         ]
+        #: Of the version before it, where that is kept.
+        self._before = _copy(self._newest)
         #: As of the last commit.
         self._committed = _copy(self._newest)
         #: Stages whose frozen array was written since the store was created; all of them once there is a commit.
@@ -406,6 +408,8 @@ class Store:
                 expected = ", ".join(array.value for array in StateArray if array not in kept)
                 raise ValueError(f"checksums: expected one for each of {expected}")
             self._slots.end_write(stage, chunk)
+            if not again:
+                self._before[stage].chunks[chunk] = self._newest[stage].chunks[chunk]
             for column, array in enumerate(StateArray):
                 if array in checksums:
                     self._newest[stage].chunks[chunk, column] = checksums[array]
@@ -571,9 +575,10 @@ class Store:
         """The files that a record names; their checksums are those of the last commit."""
         return list(inventory.record_chunks(self.directory, self.layouts, record, self._committed))
 
-    def checksum(self, stage: int, array: StateArray, chunk: int) -> int:
-        """CRC32C of the chunk file that is read now: its newest complete version's."""
-        return int(self._newest[stage].chunks[chunk, list(StateArray).index(array)])
+    def checksum(self, stage: int, array: StateArray, chunk: int, *, again: bool = False) -> int:
+        """CRC32C of the chunk file that is read now: its newest complete version's, or (``again``) the one's before."""
+        versions = self._before if again else self._newest
+        return int(versions[stage].chunks[chunk, list(StateArray).index(array)])
 
     def frozen_checksum(self, stage: int) -> int:
         """CRC32C of the stage's frozen array."""

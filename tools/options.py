@@ -61,12 +61,12 @@ MINIMA: Mapping[str, int] = {
     "micro_batches": 1,
     "steps": 0,
     "warmup_steps": 0,
-    "commit_every": 1,
+    "commit_every": 0,
     "snapshot_every": 0,
     "keep_snapshots": 0,
     "seed": 0,
 }
-#: The options that are a share or the word "auto".
+#: What `--delay` may be instead of a share.
 AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "given"})
@@ -124,9 +124,10 @@ class TrainOptions:
     clip_mode: ClipMode = "exact"
     """Whether updates of a clipped step wait for its norm, or are made and taken back where that was wrong."""
     commit_every: int | None = None
-    """Steps between commits."""
+    """Steps between commits; 0: steps do not count."""
     commit_minutes: float | None = None
-    """Minutes between commits. Neither given: 10 minutes where states are kept in memory, else 10 steps."""
+    """Minutes between commits; 0: time does not count. Neither: 10 minutes where states are kept in memory, else 10
+    steps."""
     residency: float = 1.0
     """Largest share of the states that host memory keeps from step to step."""
     snapshot_every: int = 0
@@ -183,13 +184,15 @@ class TrainOptions:
             raise ConfigError(f"--delay: {self.delay} is not allowed; give a share from 0 to 1, or auto")
         if not 0.0 <= self.residency <= 1.0:
             raise ConfigError(f"--residency: {self.residency} is not allowed; give a share from 0 to 1")
-        if self.commit_minutes is not None and not 0.0 < self.commit_minutes < math.inf:
-            raise ConfigError(f"--commit-minutes: {self.commit_minutes} is not allowed; give a number above 0")
+        if self.commit_minutes is not None and not 0.0 <= self.commit_minutes < math.inf:
+            raise ConfigError(f"--commit-minutes: {self.commit_minutes} is not allowed; give a number of at least 0")
+        if self.delay == AUTO and self.plan != "vertical":
+            raise ConfigError(f"--delay: auto is not allowed with --plan {self.plan}; give a share from 0 to 1")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
             raise ConfigError(f"--clip-norm: {self.clip_norm} is not allowed; give a norm, or 0 for no clipping")
         if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"--dropout: {self.dropout} is not allowed; give a probability from 0 to below 1")
-        if self.keep_snapshots and not self.snapshot_every:
+        if "keep_snapshots" in self.given and self.keep_snapshots and not self.snapshot_every:
             raise ConfigError(
                 f"--keep-snapshots: {self.keep_snapshots} is not allowed without --snapshot-every; give both"
             )
@@ -280,8 +283,8 @@ class TrainOptions:
                 delay=0.0 if self.delay == AUTO else _share(self.delay),
                 plan=self.plan,
                 seed=self.seed,
-                commit_every=self.commit_every,
-                commit_minutes=self.commit_minutes,
+                commit_every=self.commit_every or None,
+                commit_minutes=self.commit_minutes or None,
                 residency=self.residency,
                 resident_weights=self.residency > 0.0,
                 verify_reads=self.verify == "always",

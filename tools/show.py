@@ -177,7 +177,7 @@ class Display:
                 f"{show_bytes(end.totals.nvme_read_saved_bytes)} more would have been read and "
                 f"{show_bytes(max(0, end.totals.nvme_written_saved_bytes))} more written without the states in memory",
             )
-        commits = "1 commit" if end.commits.number == 1 else f"{end.commits.number} commits"
+        commits = "1 commit" if end.commits.num_commits == 1 else f"{end.commits.num_commits} commits"
         self._field(
             "commits",
             f"{commits} took {end.commits.seconds:.1f} s, mostly beside computation "

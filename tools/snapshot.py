@@ -139,7 +139,7 @@ class AutomaticSnapshots:
             # An engine of its own: what it reads is no traffic of the steps.
             engine = DirectEngine(num_threads=2)
             try:
-                maker.begin(engine)
+                maker.begin(engine, buffer_bytes=BACKGROUND_BUFFER_BYTES)
             except BaseException:
                 engine.close()
                 raise

@@ -31,7 +31,7 @@ from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
-from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, CommitRecord
+from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, SCRATCH_DIRECTORY, CommitRecord
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
@@ -181,6 +181,10 @@ def _check_snapshot_space(
 ) -> None:
     """Refuse snapshots that the drive has no room for besides the store, which may have to be made, and its scratch."""
     bytes_each = sum(STATE_BYTES * layout.padded_elements for layout in layouts)
+    # What is there already, the last run's scratch too, takes no more room.
+    new_bytes = max(0, setup.scratch_bytes - allocation.tree_bytes(directory / SCRATCH_DIRECTORY))
+    if allocation.directory_state(directory) is not DirectoryState.COMMITTED:
+        new_bytes += setup.num_slots * bytes_each
     check_space_for_run(
         directory,
         every=options.snapshot_every,
@@ -188,7 +192,7 @@ def _check_snapshot_space(
         step=0 if found is None else found.step,
         steps=options.steps,
         bytes_each=bytes_each,
-        leave_bytes=setup.scratch_bytes + (0 if found is not None or options.fresh else setup.num_slots * bytes_each),
+        leave_bytes=new_bytes,
     )
 
 

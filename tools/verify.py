@@ -90,6 +90,9 @@ def verify_store(
             done = total - sum(chunk.num_bytes for chunk in rest)
             if _verify_rest(store, rest, engine, verified, bad, report):
                 break
+            # What did not fit a commit that is the store's no more may have been written again since.
+            verified -= {(each.stage, each.array, each.chunk) for each in bad}
+            bad.clear()
     return Verdict(
         store=str(directory),
         step=record.step,

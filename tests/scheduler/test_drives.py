@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from hoist.tiers.io.base import IoStatistics
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.redeal import change_drives
 from hoist.tiers.store import Store
-from tests.scheduler.test_kill import train_until_killed
+from tests.scheduler.test_kill import NEVER, train_until_killed
 from tests.support.drives import chunk_files, directories, speeds, told
 from tests.support.faults import NUM_STEPS, Course, create, go_on, job, snapshot, undisturbed
+from tests.support.kills import Death
 from tests.support.processes import run_in_process
 from tests.support.training import torch_threads
 
@@ -81,20 +83,22 @@ def test_drives_join_and_leave_between_steps(course: Course, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def num_events(course: Course, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many events an undisturbed run on two drives has."""
+def counts(course: Course, tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
+    """How often each moment comes in an undisturbed run on two drives."""
     store = make(tmp_path_factory.mktemp("counted"), 2)
-    code, answer = run_in_process(train_until_killed, "vertical", store, 0)
+    code, counted = run_in_process(train_until_killed, "vertical", store, NEVER)
     assert code == 0
-    return int(answer)
+    return Counter(counted)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_on_two_drives(seed: int, num_events: int, course: Course, tmp_path: Path) -> None:
-    """At an event of one of the run's quarters."""
-    number = random.Random(seed).randint(1 + num_events * seed // 4, num_events * (seed + 1) // 4)
+def test_killed_on_two_drives(seed: int, counts: Counter[str], course: Course, tmp_path: Path) -> None:
+    """At one of its moments each."""
+    chance = random.Random(seed)
+    moment = chance.choice(sorted(counts))
+    death = Death(moment=moment, occurrence=chance.randint(1, counts[moment]))
     store = make(tmp_path / "run", 2)
-    code, _ = run_in_process(train_until_killed, "vertical", store, number)
+    code, _ = run_in_process(train_until_killed, "vertical", store, death)
     assert code == -signal.SIGKILL
     kept = snapshot(store)
     assert kept == course.snapshots[kept.step]

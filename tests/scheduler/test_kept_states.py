@@ -170,4 +170,4 @@ def test_commits_are_due_by_time_where_states_are_kept_and_by_steps_otherwise(tm
             trainer.wait()
             assert trainer.committed_step == expected, name
             number = {"kept": 0, "not kept": 1, "minutes": 11, "steps": 2, "either": 2}[name]
-            assert trainer.statistics().commits.number == number, name
+            assert trainer.statistics().commits.num_commits == number, name

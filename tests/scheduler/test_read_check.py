@@ -21,6 +21,7 @@ from tests.support.faults import (
     copy_store,
     delayed_job,
     go_on,
+    guessing_job,
     job,
     quick_directory,
     snapshot,
@@ -52,6 +53,17 @@ JOBS = {
     "horizontal": lambda: job("horizontal"),
     "delayed": lambda: delayed_job("vertical", 0.5, kept=False),
 }
+
+
+def test_versions_that_are_read_a_second_time_pass_too() -> None:
+    """Wrong guesses are made again from the version before the newest, which has checksums of its own."""
+    what = guessing_job(kept=False)
+    with quick_directory() as folder, torch_threads(1):
+        expected = undisturbed(what, folder / "expected")
+        with DirectEngine(num_threads=2) as engine:
+            store = copy_store(expected.store, folder / "store")
+            assert go_on(checked(what), store, engine) == expected.losses
+        assert snapshot(store) == expected.snapshots[-1]
 
 
 @pytest.mark.parametrize("kind", JOBS)

@@ -6,14 +6,19 @@ Exact clipping against torch is `test_clip.py`'s part; plans under every order o
 from __future__ import annotations
 
 import math
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hoist.scheduler.config import ClipMode, Order
-from hoist.scheduler.ops import Kind
+from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.runtime import Runtime
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import StoreRefusedError
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.models import tiny_config
@@ -92,6 +97,38 @@ def test_guesses_from_gradients_that_are_not_finite_are_taken_back(
     got = train(tmp_path / "store", tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, engine)
     assert_identical(got, exactly(tmp_path / "exact", recipe))
     assert [done.skipped_steps for done in got.metrics] == [0, 1, 1, 1]
+
+
+class LateUpdates(Runtime):
+    """Holds the optim lane after the first piece that is updated at once, until the backward is computed: then all
+    norms are measured before the chunk's next piece is updated.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._computed: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+        self._held: set[int] = set()
+
+    def run(self, op: Op, step: int) -> None:
+        super().run(op, step)
+        if op.kind is Kind.BACKWARD and op.stage == 0 and op.micro_batch + 1 == len(self._steps[step].batches):
+            self._computed[step].set()
+        elif op.kind is Kind.UPDATE and not op.delayed and step not in self._held:
+            self._held.add(step)
+            assert self._computed[step].wait(60)
+
+
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+def test_a_norm_that_is_known_in_the_middle_of_a_chunk_changes_nothing(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(clip_norm=1e-2, alter=with_branch, before_step=spoiling({2: factor}))
+    expected = exactly(tmp_path / "exact", recipe)
+    monkeypatch.setattr(Trainer, "runtime_kind", LateUpdates)
+    engine = Engine(clip_mode="speculative", commit_every=1, budget_factor=50.0)
+    got = train(tmp_path / "store", tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, engine)
+    assert_identical(got, expected)
+    assert [done.skipped_steps for done in got.metrics] == [0, *[int(math.isnan(factor))] * 3]
 
 
 @pytest.mark.parametrize("tied", [True, False])

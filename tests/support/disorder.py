@@ -29,6 +29,7 @@ from tests.support.engines import PoisoningEngine
 _GROUPS: dict[Kind, str] = {
     Kind.READ_WEIGHTS: "weights",
     Kind.READ_FROZEN: "weights",
+    Kind.READ_KEPT: "kept",
     Kind.MERGE: "merge",
     Kind.READ_STATES: "states",
     Kind.WRITE_STATES: "writes",
@@ -39,6 +40,7 @@ _GROUPS: dict[Kind, str] = {
     Kind.STASH_GRADIENT: "spill",
     Kind.FETCH_ACTIVATION: "fetch",
     Kind.FETCH_GRADIENT: "fetch",
+    Kind.WRITE_KEPT: "commit",
     Kind.COMMIT: "commit",
 }
 _COMPUTE = "compute"

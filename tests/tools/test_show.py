@@ -32,7 +32,7 @@ def run_end(**changed: object) -> RunEnd:
         "store": "a store", "created": True, "step": 100, "steps": 100, "signal": 0, "seconds": 3725.0,
         "num_steps": 100, "last": metrics(100, loss=2.5), "budget_bytes": 32 * MIB,
         "totals": Totals(first_loss=6.3208, nvme_read_bytes=3 * 2**40, nvme_written_bytes=5 * 2**30),
-        "commits": CommitTotals(number=3, flush_seconds=0.51, seconds=0.75), **changed,
+        "commits": CommitTotals(num_commits=3, flush_seconds=0.51, seconds=0.75), **changed,
     }  # fmt: skip
     return RunEnd(**values)  # type: ignore[arg-type]  # checked by the class itself at run time
 
