@@ -28,7 +28,7 @@ def difference(later: KindStatistics, earlier: KindStatistics, name: str) -> int
 def test_a_steady_vertical_step_moves_what_the_formula_says(tmp_path: Path, num_micro_batches: int) -> None:
     """Weights twice but once at the turns; states once down and once up; nothing else: independent of M."""
     steps = make_steps(3, num_micro_batches)
-    engine = Engine(budget_factor=1.5, resident_weights=False)
+    engine = Engine(budget_factor=1.8, resident_weights=False)
     with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
         for step in steps[:2]:
             trainer.step(step)
