@@ -81,8 +81,8 @@ class TrainerConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots that each chunk of the store must have."""
-        return 3 if self.speculates and self.commit_every != 1 else 2
+        """Slots that each chunk of a new store gets."""
+        return 3 if self.clip_mode == "speculative" and self.commit_every != 1 else 2
 
     def commit_rule(self, *, keeps_states: bool) -> tuple[int | None, float | None]:
         """Steps and minutes after which a commit is due, whichever is first; None: these do not count.
@@ -94,6 +94,14 @@ class TrainerConfig:
         return self.commit_every, self.commit_minutes
 
     def __post_init__(self) -> None:
+        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "seq_len"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ConfigError(f"{name}: {value!r} is not a whole number")
+        for name in ("clip_norm", "delay", "residency", "commit_minutes"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (name == "commit_minutes" and value is None):
+                raise ConfigError(f"{name}: {value!r} is not a number")
         for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -109,7 +109,7 @@ def _shapes(
 
 def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
     """Raise StoreRefusedError if a store of ``num_slots`` slots a chunk is too little for what is asked of it."""
-    if num_slots < config.num_slots:
+    if config.speculates and num_slots < config.num_slots:
         raise StoreRefusedError(
             f"{directory}: speculative clipping between commits needs a store of {config.num_slots} slots a chunk, "
             f"this one has {num_slots}: commit every step (--commit-every 1), give --clip-mode exact, or make a new "

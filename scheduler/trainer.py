@@ -243,6 +243,8 @@ class Trainer:
         self._cold = True
         self._last_spans: list[Span] = []
         self._last_state: StepState | None = None
+        #: What the last step ran; None before the first.
+        self._last_plan: LinkedPlan | None = None
         self._commits = CommitTotals()
         #: When the last commit fell due, by time.monotonic().
         self._last_due_at = time.monotonic()
@@ -296,8 +298,9 @@ class Trainer:
 
         Of a step without a delay, and not the first, whose reads others would not need. Raises ConfigError otherwise.
         """
-        linked = self._plans.get((self.config.num_micro_batches, self._delays))
-        if linked is None or not self._last_spans or self.config.delay_in_force:
+        linked = self._last_plan
+        full = linked is not None and linked.plan.num_micro_batches == self.config.num_micro_batches
+        if linked is None or not full or linked.plan.cold or self.config.delay_in_force:
             raise ConfigError("step_times: needs a full step without a delay, after the first")
         return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
 
@@ -355,7 +358,8 @@ class Trainer:
         self._last_state = state
         self._open_steps.append(step)
         with private_rng():
-            spans = self._executor.run(self._plan(len(micro_batches)), step)
+            self._last_plan = self._plan(len(micro_batches))
+            spans = self._executor.run(self._last_plan, step)
         self._cold = False
         self._pending = self._delays
         self._forget_finished()

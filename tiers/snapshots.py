@@ -25,7 +25,7 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece
 from hoist.tiers.store import Store
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ def check_name(name: str) -> None:
     """Raise StoreRefusedError if a snapshot may not be called so."""
     if not _NAME.fullmatch(name):
         raise StoreRefusedError(
-            f"snapshot name {name!r}: give at most 200 letters, digits and . _ - that do not begin with a dot"
+            f"snapshot name {name!r}: give at most 200 letters, digits and . _ - that do not begin with a dot or a dash"
         )
 
 

@@ -6,7 +6,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,17 @@ def test_one_thread_at_a_time(trainer: Trainer, losses: list[float]) -> None:
     assert trainer.step([batch(1)]).loss == losses[1]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"residency": "1"}, {"residency": None}, {"commit_minutes": "x"}, {"clip_norm": "1"}, {"delay": "auto"},
+     {"commit_every": 1.5}],
+)  # fmt: skip
+def test_settings_of_another_type_are_refused(wrong: dict[str, Any], trainer: Trainer) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=rf"{name}: .* is not a (whole )?number"):
+        replace(trainer.config, **wrong)
+
+
 def test_a_closed_trainer_says_so(trainer: Trainer) -> None:
     trainer.step([batch()])
     trainer.close()
@@ -148,5 +161,5 @@ def test_a_closed_trainer_says_so(trainer: Trainer) -> None:
 def test_a_store_that_was_deleted_is_noticed_at_the_commit(trainer: Trainer, tmp_path: Path) -> None:
     trainer.step([batch()])
     shutil.rmtree(tmp_path / "store" / "stages")
-    with pytest.raises(TransferError, match="has been deleted while the store was in use|No such file or directory"):
+    with pytest.raises(TransferError, match=r"has been deleted while the store was in use|No such file or directory"):
         trainer.commit()

@@ -88,6 +88,16 @@ def test_a_delay_is_picked_and_said(runs: Runs) -> None:
     assert "--delay auto:" not in runs.train("clipped", delay="auto", clip_norm=1.0, steps=5).out
 
 
+@pytest.mark.parametrize("snapshot_every", [1, 2])
+def test_a_delay_is_picked_where_updates_are_guesses(runs: Runs, snapshot_every: int) -> None:
+    """Whatever plan the measured step ran: after a snapshot there are no updates of the step before."""
+    guessing = {"clip_norm": 0.01, "clip_mode": "speculative", **COSINE}
+    picked = runs.train("auto", delay="auto", snapshot_every=snapshot_every, **guessing)
+    found = re.search(r"--delay auto: .* Measured a step: forward (\d+\.\d+) s .* backward (\d+\.\d+) s", picked.out)
+    assert found is not None
+    assert float(found[2]) > 0
+
+
 def test_what_stays_in_memory_changes_commits_but_no_results(runs: Runs) -> None:
     kept = runs.train("kept", host_memory="64MiB", **COSINE)
     assert "100% of the states stay in memory from step to step" in kept.out
