@@ -476,7 +476,9 @@ def _restore(store: Path, name: str, as_json: bool) -> int:
         typer.echo(json.dumps({"name": name, "step": record.step, "step_before": before}))
     else:
         typer.echo(f"{store} was at step {before} and is now at step {record.step}, as snapshot {name} kept it")
-        typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}")
+        asked = record.run.get("options", {}).get("steps", 0)
+        more = f" --steps {max(before, record.step + 1)}" if asked and asked <= record.step else ""
+        typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}{more}")
     return 0
 @app.command(
     epilog="Examples:  [bold]hoist drives hoist-store[/]  |  [bold]hoist drives hoist-store --add /mnt/second/hoist[/]"

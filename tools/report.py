@@ -38,6 +38,8 @@ class Totals:
     """Bytes that steps did not have to read, as states stayed in memory."""
     nvme_written_saved_bytes: int = 0
     """Bytes that they did not have to write."""
+    since_step: int = 0
+    """Step after which they count; not 0 where steps before it were not made by `hoist train`."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

@@ -95,7 +95,7 @@ class Display:
         self._field("i/o", start.engine)
         budget = start.budget_bytes
         ratio = states / budget
-        times = f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+        times = f"{ratio:.2g} times" if ratio < 0.1 else f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
         self._field(
             "memory",
             f"budget {show_bytes(budget)}; the states are {times} as large. The process may hold "
@@ -164,12 +164,13 @@ class Display:
 
     def _results(self, end: RunEnd, last: StepMetrics) -> None:
         first = end.totals.first_loss
-        if first is not None and end.step > 1:
-            self._field("loss", f"{first:.4f} at step 1, {last.loss:.4f} at step {last.step}")
+        if first is not None and end.step > end.totals.since_step + 1:
+            first_step = end.totals.since_step + 1
+            self._field("loss", f"{first:.4f} at step {first_step}, {last.loss:.4f} at step {last.step}")
         self._field(
             "nvme",
             f"{show_bytes(end.totals.nvme_read_bytes)} read and {show_bytes(end.totals.nvme_written_bytes)} written "
-            "since the store was made",
+            + (f"since step {end.totals.since_step}" if end.totals.since_step else "since the store was made"),
         )
         if end.totals.nvme_read_saved_bytes:
             self._field(

@@ -87,7 +87,10 @@ class _Prepared:
     @property
     def totals(self) -> Totals:
         """What earlier calls have done."""
-        return Totals() if self.found is None else Totals.from_json(self.found.run.get("totals", {}))
+        if self.found is None:
+            return Totals()
+        recorded = self.found.run.get("totals")
+        return Totals(since_step=self.found.step) if recorded is None else Totals.from_json(recorded)
 
 
 def train(options: TrainOptions, report: Reporter) -> RunEnd:
@@ -131,6 +134,11 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             assert found is not None
             options, changed = options.resuming(found.run.get("options", {}))
             check_slots(directory, num_slots, options.trainer_config())
+            if "options" not in found.run:
+                report.notice(
+                    f"--store {options.main_store}: was not trained by this command so far: its settings are not "
+                    "recorded, and those that are not given have their defaults"
+                )
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)

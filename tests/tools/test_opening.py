@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import hoist
 from hoist.tiers.errors import StoreRefusedError
+from tests.support.commands import hoist as command
 from tests.support.models import tiny_config
 
 NUM_STEPS = 3
@@ -54,6 +56,21 @@ def test_a_resumed_run_goes_on_as_if_never_left(tmp_path: Path, model: Path) -> 
     parts = _train(tmp_path / "parts", [1, NUM_STEPS], model)
     assert parts == whole
     assert len(set(whole)) == NUM_STEPS
+
+
+def test_the_command_line_says_that_it_does_not_know_the_settings(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And counts from where it came in."""
+    _train(tmp_path / "store", [2], model)
+    numpy.save(tmp_path / "tokens.npy", numpy.arange(2000) % 100)
+    told = ("--data", tmp_path / "tokens.npy", "--seq-len", 16, "--micro-batches", 2, "--steps", 4)
+    result = command(capfd, "train", "--store", tmp_path / "store", *told)
+    assert result.code == 0
+    assert "its settings are not recorded, and those that are not given have their defaults" in result.out
+    assert " at step 3, " in result.out
+    assert "written since step 2" in result.out
+    assert "settings are not recorded" not in command(capfd, "train", "--store", tmp_path / "store", "--steps", 5).out
 
 
 def test_fresh_starts_over(tmp_path: Path, model: Path) -> None:

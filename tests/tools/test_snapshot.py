@@ -67,7 +67,10 @@ def test_restored_training_repeats_itself(
     after = checksums(job.store)
     result = hoist(capfd, "restore", job.store, "two")
     assert result.code == 0
-    assert result.out.splitlines()[0] == f"{job.store} was at step 4 and is now at step 2, as snapshot two kept it"
+    assert result.out.splitlines() == [
+        f"{job.store} was at step 4 and is now at step 2, as snapshot two kept it",
+        f"go on: hoist train --store {job.store} --steps 4",  # the snapshot's own run was to end there
+    ]
     assert checksums(job.store) == kept
     run(job, steps=4, metrics=second, **settings)
     assert checksums(job.store) == after
