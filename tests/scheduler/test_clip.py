@@ -29,6 +29,7 @@ from hoist.tiers.store import Store
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.faults import quick_directory
 from tests.support.models import tiny_config
+from tests.support.sampling import thinned
 from tests.support.training import (
     PLENTY_BYTES,
     Engine,
@@ -104,10 +105,9 @@ def unclipped(num_micro_batches: int) -> Outcome:
 # ---------------------------------------------------------------------- clipped steps
 
 
-@pytest.mark.parametrize("budget_factor", [1.0, 50.0])
-@pytest.mark.parametrize("clip_norm", NORMS)
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "num_micro_batches", "clip_norm", "budget_factor"), thinned(12, PLANS, (1, 3), NORMS, (1.0, 50.0))
+)
 def test_clipping_is_torchs_formula_with_the_exact_norm(
     plan: Order, num_micro_batches: int, clip_norm: float, budget_factor: float, tmp_path: Path
 ) -> None:
@@ -243,9 +243,7 @@ def test_any_delay_and_mode_give_the_same_bits(clip_norm: float, delay: float, m
         assert_identical_states(last.states, by_exact_norm(0.0).states)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("clip_norm", NORMS)
+@pytest.mark.parametrize(("clip_norm", "delay", "mode"), thinned(9, NORMS, DELAYS, MODES))
 def test_any_delay_and_mode_are_torchs_within_the_rounding_of_the_norm(
     clip_norm: float, delay: float, mode: ClipMode, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from hoist.tiers.store import Store
 from tests.support.branching import BRANCH, NEVER, even_steps_only, with_branch
 from tests.support.faults import quick_directory
 from tests.support.models import tiny_config
+from tests.support.sampling import thinned
 from tests.support.training import (
     PLENTY_BYTES,
     Engine,
@@ -126,10 +127,9 @@ def check(directory: Path, name: str, num_micro_batches: int, plan: Order, delay
         assert got.states.adam_steps[NEVER] == 0
 
 
-@pytest.mark.parametrize("room", ROOMS)
-@pytest.mark.parametrize("delay", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "num_micro_batches", "delay", "room"), thinned(14, PLANS, (1, 3), (0.25, 0.5, 1.0), tuple(ROOMS))
+)
 def test_any_delay_gives_the_same_bits(
     plan: Order, num_micro_batches: int, delay: float, room: str, tmp_path: Path
 ) -> None:
@@ -137,10 +137,10 @@ def test_any_delay_gives_the_same_bits(
     check(tmp_path, "llama", num_micro_batches, plan, delay, room)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-@pytest.mark.parametrize("delay", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("name", ["tied", "experts", "idle"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "name", "delay", "room"),
+    thinned(14, PLANS, ("tied", "experts", "idle"), (0.0, 0.25, 1.0), tuple(ROOMS)),
+)
 def test_also_for_tied_idle_and_unused_weights(
     plan: Order, name: str, delay: float, room: str, tmp_path: Path
 ) -> None:
@@ -264,9 +264,10 @@ def formula(trainer: Trainer) -> tuple[int, int]:
     return read, written
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("room", ["scratch", "some", "memory", "half", "resident"])
-@pytest.mark.parametrize("delay", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("delay", "room", "num_micro_batches"),
+    thinned(18, (0.0, 0.25, 0.5, 1.0), ("scratch", "some", "memory", "half", "resident"), (1, 3)),
+)
 def test_a_steady_step_moves_what_the_formula_says(
     delay: float, room: str, num_micro_batches: int, tmp_path: Path
 ) -> None:
