@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers
-from hoist.scheduler.residency import Candidate, Keep, Kept, kept_of
+from hoist.scheduler.residency import Candidate, Kept, kept_of
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 
@@ -103,12 +103,6 @@ class MemoryPlan:
     def kept_bytes(self) -> int:
         """Region of what stays there."""
         return sum(candidate.num_bytes for candidate in self.demand.keepable[: self.num_kept])
-
-    @property
-    def kept_state_bytes(self) -> int:
-        """The part of it that is written by commits alone."""
-        kept = self.demand.keepable[: self.num_kept]
-        return sum(candidate.num_bytes for candidate in kept if candidate.keep is not Keep.FROZEN)
 
     @property
     def weight_bytes(self) -> int:

@@ -61,16 +61,15 @@ class Setup:
     """NVMe scratch for gradients that wait for delayed updates: all stages', or 0."""
     delayed_from: tuple[int, ...]
     """Per stage, the first piece whose update is delayed."""
+    num_slots: int
+    """Slots that each chunk of a new store gets."""
+    speculative: bool
+    """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
 
     @property
     def scratch_bytes(self) -> int:
         """All NVMe scratch of the run."""
         return self.scratch_activation_bytes + self.scratch_gradient_bytes + self.stash_bytes
-
-    num_slots: int
-    """Slots that each chunk of a new store gets."""
-    speculative: bool
-    """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
 
     def buffers(self) -> Buffers:
         """What plans may use."""

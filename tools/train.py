@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
-from hoist.scheduler.delay import SHARES, choose
+from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
@@ -451,12 +451,9 @@ class _Loop:
         began = time.perf_counter()
         options = self._run.options
         config, setup = options.trainer_config(), self._run.setup
-        if options.delay == AUTO and not config.delay_in_force:
-            delay = self._train(config, setup, until=self._run.step + MEASURED_STEPS, pick=True)
-            if delay:
-                config = replace(config, delay=delay)
-                setup = prepare(self._run.model, self._run.layouts, config)
-        self._train(config, setup, until=options.steps)
+        times = self._train(config, setup, measure=options.delay == AUTO and not config.delay_in_force)
+        if times is not None:
+            self._train(*self._pick_delay(times, config))
         return _end(
             self._run,
             self._stop,
@@ -467,9 +464,11 @@ class _Loop:
             commits=self._commits,
         )
 
-    def _train(self, config: TrainerConfig, setup: Setup, *, until: int, pick: bool = False) -> float:
-        """Steps up to ``until``, then a commit. With ``pick``, the delay that these steps suggest for the others."""
-        run, picked = self._run, 0.0
+    def _train(self, config: TrainerConfig, setup: Setup, *, measure: bool = False) -> StepTimes | None:
+        """All steps that are left, then a commit. With ``measure``, where the first few suggest a delay, the commit
+        comes after them, and their times are returned: the other steps are still to be done.
+        """
+        run, suggestive = self._run, None
         with (
             Trainer(
                 model=run.model,
@@ -485,40 +484,51 @@ class _Loop:
                 notice=self._report.notice,
             ) as snapshots,
         ):
-            last = min(until, run.options.steps)
-            while trainer.step_number < last and not self._stop.before(step := trainer.step_number + 1):
+            measured = run.step + MEASURED_STEPS if measure else -1
+            while trainer.step_number < run.options.steps and not self._stop.before(step := trainer.step_number + 1):
+                if trainer.step_number == measured:
+                    times = trainer.step_times()
+                    if choose(times, dict.fromkeys(SHARES, 0)):
+                        suggestive = times
+                        break
+                    self._tell_delay(0.0, times)  # and gradients in scratch would not make one better
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
                 if self._metrics_file is not None:
                     self._metrics_file.write(self._last)
                 self._report.step(self._last, self._start)
                 snapshots.after_step(trainer)
-            if pick and trainer.step_number == until < run.options.steps:
-                picked = self._pick_delay(trainer, config)
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
-        return picked
+        return suggestive
 
-    def _pick_delay(self, trainer: Trainer, config: TrainerConfig) -> float:
-        """The share that fits the lanes as they were measured, and that the budget and the drive have room for."""
+    def _pick_delay(self, times: StepTimes, config: TrainerConfig) -> tuple[TrainerConfig, Setup]:
+        """What goes with the share that fits the measured times, and that the budget and the drive have room for.
+
+        Not beside a trainer: sizing a run calls the model's stages, whose weights are the trainer's as long as it is
+        open.
+        """
         run = self._run
-        times = trainer.step_times()
-        stash_bytes: dict[float, int] = {}
+        found = {0.0: (config, run.setup)}
         room = allocation.free_bytes(run.directory)
-        for share in SHARES:
+        for share in SHARES[1:]:
             with contextlib.suppress(BudgetError):
-                needed = prepare(run.model, run.layouts, replace(config, delay=share)).stash_bytes
-                if needed <= room:
-                    stash_bytes[share] = needed
-        picked = choose(times, stash_bytes)
+                delayed = replace(config, delay=share)
+                setup = prepare(run.model, run.layouts, delayed)
+                if setup.stash_bytes <= room:
+                    found[share] = (delayed, setup)
+        picked = choose(times, {share: setup.stash_bytes for share, (_, setup) in found.items()})
+        self._tell_delay(picked, times)
+        return found[picked]
+
+    def _tell_delay(self, share: float, times: StepTimes) -> None:
         self._report.notice(
-            f"--delay auto: {picked:g} of the updates go into the next forward. Measured a step: forward "
+            f"--delay auto: {share:g} of the updates go into the next forward. Measured a step: forward "
             f"{times.forward_seconds:.2f} s beside {times.forward_io_seconds:.2f} s of i/o, backward "
             f"{times.backward_seconds:.2f} s beside {times.backward_io_seconds:.2f} s, updates "
             f"{times.updates_seconds:.2f} s with {times.states_io_seconds:.2f} s of i/o"
         )
-        return picked
 
     def _kept(self, metrics: StepMetrics) -> Mapping[str, Any]:
         """What a commit says about the step."""

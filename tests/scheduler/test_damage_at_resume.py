@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hoist.tiers import format as store_format
 from hoist.tiers.errors import CorruptChunkError
-from hoist.tiers.format import COMMIT_NAME, StateArray
+from hoist.tiers.format import COMMIT_NAME
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from hoist.tools.options import TrainOptions
 from hoist.tools.report import RunEnd
 from hoist.tools.train import train
+from tests.support.damage import chunk_files, flip_a_bit, shorten
 from tests.support.faults import (
     NUM_STEPS,
     VOCAB_SIZE,
@@ -54,29 +54,6 @@ def store(course: Course) -> Iterator[Path]:
         with DirectEngine(num_threads=2) as engine:
             go_on(job(PLAN), directory, engine, upto=1)
         yield directory
-
-
-def chunk_files(directory: Path, *, committed: bool) -> list[Path]:
-    """Files of the committed, or of the other, slot of every chunk."""
-    with DirectEngine(num_threads=1) as engine, Store.open(directory, engine=engine, writable=False) as store:
-        assert store.record is not None
-        return [
-            directory / store_format.chunk_path(layout, array, slot if committed else 1 - slot, chunk)
-            for layout, digits in zip(store.layouts, store.record.slots, strict=True)
-            for chunk, slot in enumerate(map(int, digits))
-            for array in StateArray
-        ]
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 0x10
-    path.write_bytes(content)
-
-
-def shorten(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -75,7 +75,7 @@ def test_with_everything_kept_the_drive_is_silent_between_commits(plan: Order, t
     steps = make_steps(7, 2)
     engine = Engine(plan=plan, residency=1.0, budget_factor=ROOMY, commit_every=4)
     with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine) as trainer:
-        assert trainer.memory.kept_state_bytes == STATE_BYTES * sum(elements_of(trainer))
+        assert trainer.memory.kept_bytes == STATE_BYTES * sum(elements_of(trainer))
         moved = []
         for step in steps:
             trainer.step(step)

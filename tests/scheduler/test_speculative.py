@@ -115,7 +115,8 @@ class LateUpdates(Runtime):
             self._computed[step].set()
         elif op.kind is Kind.UPDATE and not op.delayed and step not in self._held:
             self._held.add(step)
-            assert self._computed[step].wait(60)
+            computed = self._computed[step].wait(60)
+            assert computed
 
 
 @pytest.mark.parametrize("factor", [1.0, math.nan])

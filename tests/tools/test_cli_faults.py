@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hoist.tiers import format as store_format
-from hoist.tiers.format import COMMIT_NAME, LOCK_NAME, SCRATCH_DIRECTORY, StateArray
+from hoist.tiers.format import COMMIT_NAME, LOCK_NAME, SCRATCH_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
@@ -28,6 +27,7 @@ from hoist.tools import train as train_module
 from hoist.tools.errors import RunFailedError
 from hoist.tools.train import train
 from tests.support.commands import Job, curve, hoist, make_job, process_arguments, tree
+from tests.support.damage import chunk_files, flip_a_bit, shorten
 from tests.support.engines import Fail, FaultyEngine
 from tests.support.faults import Nth
 from tests.support.processes import mount_small_drive, run_in_process
@@ -219,28 +219,6 @@ def test_a_drive_without_room_for_scratch(runs: Runs) -> None:
 
 
 # ---------------------------------------------------------------------- stores that are damaged
-
-
-def chunk_files(directory: Path, *, committed: bool) -> list[Path]:
-    """Files of the committed, or of the other, slot of every chunk."""
-    with DirectEngine(num_threads=1) as engine, Store.open(directory, engine=engine, writable=False) as store:
-        assert store.record is not None
-        return [
-            directory / store_format.chunk_path(layout, array, slot if committed else 1 - slot, chunk)
-            for layout, digits in zip(store.layouts, store.record.slots, strict=True)
-            for chunk, slot in enumerate(map(int, digits))
-            for array in StateArray
-        ]
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 0x10
-    path.write_bytes(content)
-
-
-def shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
