@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
+from hoist.tools.checkpoint import CheckpointReader, Match, Parts, match
 from hoist.tools.errors import CheckpointError
-from hoist.tools.safetensors_reader import CheckpointReader, Match, Parts, match
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +48,8 @@ def match_model(
     """
     parts = find_parts(reader, model)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
+        patterns.append(r"rotary_emb\.inv_freq")  # older checkpoints have one a layer, which transformers ignores
     return match(reader, names_and_shapes, aliases, parts=parts, ignore_unexpected=patterns)
 
 

@@ -25,8 +25,9 @@ import torch
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 from hoist.tiers.layout import round_up
+from hoist.tools.checkpoint import check_staging
 from hoist.tools.errors import ExportError, ExportRefusedError
-from hoist.tools.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, check_staging
+from hoist.tools.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 #: Shards are at most this large, unless one tensor alone is larger (what save_pretrained does by default).
 MAX_SHARD_BYTES = 5 * 10**9
