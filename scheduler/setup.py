@@ -134,7 +134,9 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
-    found = workspace.measure(model, {"input_ids": tokens, "labels": tokens})
+    found = workspace.measure(
+        model, {"input_ids": tokens, "labels": tokens}, loss_slice_tokens=config.loss_slice_tokens
+    )
     hidden_bytes = FLOAT_BYTES
     for side in found.hidden_shape:
         hidden_bytes *= side

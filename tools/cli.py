@@ -235,6 +235,14 @@ def train(
             help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
         ),
     ] = None,
+    loss_slice_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Most tokens whose logits exist at once. Default: as many as have 32 MiB of them, or a quarter of the "
+            "hidden size if more; another number differs in rounding.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="Compute type: auto (default) or float32."),
