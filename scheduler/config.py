@@ -31,6 +31,9 @@ class TrainerConfig:
     """Most tokens of a row."""
     num_micro_batches: int
     """Most micro-batches of a step."""
+    extra_inputs: tuple[str, ...] = ()
+    """What micro-batches may have besides ids and labels: ``attention_mask`` or ``position_ids``. The budget then has
+    room for the masks that a model makes of them: each micro-batch has its own."""
     optimizer: AdamWHyperparameters
     """Betas, eps and weight decay. The learning rate is the schedule's."""
     schedule: Schedule

@@ -121,23 +121,22 @@ class HeadLoss:
             total += loss.detach()
         return total.float()
 
-    def evaluate(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """The cross-entropy summed over the counted labels of a micro-batch, 0-d float64, without gradients.
+    def evaluate(self, hidden: Tensor, batch: Batch, context: Context, num_items: float) -> Tensor:
+        """The loss, 0-d float32, as :meth:`train` has it for the same arguments, without gradients.
 
-        ``hidden``, [B, S, H], stays as it is. Divide by the number of counted labels (shifted, not -100) of all
-        micro-batches for a mean. The head must be bound.
+        ``hidden``, [B, S, H], stays as it is. The head must be bound.
         """
         cut = self.parts(hidden)
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
             if len(cut) == 1:
-                return total + self._head.forward(hidden, batch, Context(tensors=(), calls=()), 1)
+                return self._head.forward(hidden, batch, context, num_items)
             labels = shifted_labels(batch["labels"])
             for part in cut:
                 if not bool((part.of(labels) == -100).all()):
                     ids = part.of(batch["input_ids"])
-                    total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), 1)
-        return total
+                    total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), num_items)
+        return total.float()
 
 
 def _put_gradient(place: Tensor, source: Tensor) -> None:

@@ -46,6 +46,8 @@ class Kind(Enum):
     """One micro-batch through one stage without autograd; keeps the boundary activation."""
     LOSS = auto()
     """The last stage's forward and backward on one micro-batch."""
+    EVALUATE = auto()
+    """The last stage's forward on one micro-batch without autograd: its loss alone. Its input is then dropped."""
     BACKWARD = auto()
     """Recompute one stage on one micro-batch and run its backward; gradients accumulate in the stage's buffer."""
     UNBIND = auto()
@@ -87,6 +89,7 @@ LANES: dict[Kind, Lane] = {
     Kind.BIND: Lane.COMPUTE,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.LOSS: Lane.COMPUTE,
+    Kind.EVALUATE: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.UNBIND: Lane.COMPUTE,
     Kind.NORM: Lane.OPTIM,
@@ -159,7 +162,7 @@ class Op:
     micro_batch: int = -1
     piece: int = -1
     slot: int = -1
-    """Staging, state or activation slot; for FORWARD, LOSS and BACKWARD the slot of the stage's input (-1: none)."""
+    """Staging, state or activation slot; for ops that compute the slot of the stage's input (-1: none)."""
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1
@@ -173,6 +176,8 @@ class Op:
     """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
+    drops: bool = False
+    """FORWARD: nothing needs the stage's input afterwards, as no backward follows."""
     redo: bool = False
     """READ_STATES, UPDATE, WRITE_STATES: the update of the step before once more, from the version before it, if the
     gradients turned out to need scaling."""

@@ -79,6 +79,7 @@ class Phase(Enum):
     FORWARD = auto()
     LOSS = auto()
     BACKWARD = auto()
+    EVALUATE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Plan:
     name: str
     ops: tuple[Op, ...]
     num_micro_batches: int
+    """Micro-batches that pass through the stages; 0 for a flush."""
     cold: bool
     """True: weight buffers hold nothing at the start. False: they hold what the same plan leaves there at its end."""
     pending: bool
@@ -160,6 +162,34 @@ def horizontal(
 ) -> Plan:
     """The plan of a micro-batch-major step: the same results, more traffic. Arguments, errors as :func:`vertical`."""
     return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold, pending)
+
+
+def evaluation(
+    stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, order: str = "vertical"
+) -> Plan:
+    """The plan of a forward alone, between steps: nothing is written but activations that do not fit.
+
+    The delayed updates of the step before must have been done. Weight buffers are left as a step leaves them, so that
+    the next step's plan is the one that would have followed without this. ``order``: "vertical" reads each stage once;
+    "horizontal" takes one micro-batch after another, as it keeps only one's activations.
+    """
+    visits = forward_visits(len(stages), num_micro_batches)
+    if order == "horizontal":
+        visits = tuple(
+            Visit(visit.stage, visit.phase, (micro_batch,))
+            for micro_batch in range(num_micro_batches)
+            for visit in visits
+        )
+    held = _held_at_end(stages, buffers)
+    return _Builder("evaluation", stages, buffers, visits, held=None if cold else held).build_evaluation(held)
+
+
+def forward_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
+    """The forward of :func:`vertical_visits`, of the last stage too."""
+    *forward, turn = (
+        visit for visit in vertical_visits(num_stages, num_micro_batches) if visit.phase is not Phase.BACKWARD
+    )
+    return (*forward, Visit(turn.stage, Phase.EVALUATE, turn.micro_batches))
 
 
 def flush(stages: Sequence[StageShape], buffers: Buffers, *, pending: bool = True) -> Plan:
@@ -255,7 +285,7 @@ def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
     Boundary (s, m) is stage s's output for micro-batch m; in backward the same slot carries its gradient.
     """
     boundaries = [(visit.stage - 1, micro_batch)] if visit.stage > 0 else []
-    if visit.phase is not Phase.LOSS:
+    if visit.phase in (Phase.FORWARD, Phase.BACKWARD):
         boundaries.append((visit.stage, micro_batch))
     return boundaries
 
@@ -273,6 +303,7 @@ class _Numbers(TypedDict, total=False):
     fill: bool
     stashed: bool
     redo: bool
+    drops: bool
 
 
 class _Builder:
@@ -364,6 +395,31 @@ class _Builder:
             stashed_gradients=(),
         )
 
+    def build_evaluation(self, held_at_end: dict[int, int]) -> Plan:
+        self.load(self.visits[0].stage)
+        for index, visit in enumerate(self.visits):
+            following = self.visits[index + 1].stage if index + 1 < len(self.visits) else visit.stage
+            # The first stage may follow the last one, in the same buffer: that is free only after the visit.
+            beside = self.buffers.weights[following] != self.buffers.weights[visit.stage]
+            if beside:
+                self.load(following)
+            self.visit(index, visit)
+            if not beside and following != visit.stage:
+                self.load(following)
+        for buffer, stage in sorted(held_at_end.items()):
+            if self.held.get(buffer) != stage:
+                self.load(stage)
+        return Plan(
+            name=self.name,
+            ops=tuple(self.ops),
+            num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
+            cold=self.cold,
+            pending=False,
+            scratch_activations=tuple(sorted(self.activations.ever_spilled)),
+            scratch_gradients=(),
+            stashed_gradients=(),
+        )
+
     def is_delayed(self, stage: int) -> bool:
         """Some pieces of the stage are, or may have to be, updated in the next step's forward."""
         shape = self.stages[stage]
@@ -449,15 +505,16 @@ class _Builder:
         stage = visit.stage
         weights = Resource(Part.WEIGHTS, self.buffers.weights[stage])
         self.emit(Kind.BIND, writes=(weights,), stage=stage)
-        if visit.phase is not Phase.FORWARD:
+        trains = visit.phase in (Phase.LOSS, Phase.BACKWARD)
+        if trains:
             self.fetch_gradient(index, stage)
         for micro_batch in visit.micro_batches:
             self.compute(visit, micro_batch, weights)
         # The stage's updates, which wait for its gradient, may make weights out of date that nobody keeps: only once
         # its modules have let go of them.
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
-        self.emit(Kind.UNBIND, writes=(weights,) if visit.phase is Phase.FORWARD else (weights, gradient), stage=stage)
-        if visit.phase is not Phase.FORWARD:
+        self.emit(Kind.UNBIND, writes=(weights, gradient) if trains else (weights,), stage=stage)
+        if trains:
             if index == self.final_visit[stage]:
                 self.update(index, stage)
             else:
@@ -470,10 +527,16 @@ class _Builder:
         self.prefetch_activations(set(boundaries))
         resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
         input_slot = slots[0] if stage > 0 else -1
-        output_slot = slots[-1] if visit.phase is not Phase.LOSS else -1
+        output_slot = slots[-1] if visit.phase in (Phase.FORWARD, Phase.BACKWARD) else -1
         common: _Numbers = {"stage": stage, "micro_batch": micro_batch, "slot": input_slot, "output_slot": output_slot}
+        evaluates = self.name == "evaluation"
         if visit.phase is Phase.FORWARD:
-            self.emit(Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:])
+            drops = evaluates and stage > 0
+            self.emit(
+                Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:], drops=drops
+            )
+        elif visit.phase is Phase.EVALUATE:
+            self.emit(Kind.EVALUATE, common, reads=(weights, *resources))
         else:
             gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
             lenders = sorted({owner for owner, _ in self.stages[stage].borrowed})
@@ -486,6 +549,8 @@ class _Builder:
                 self.activations.saved.discard(boundaries[0])
             if visit.phase is Phase.BACKWARD:
                 self.activations.drop(boundaries[-1])
+        if evaluates and stage > 0:
+            self.activations.drop(boundaries[0])
         self.position += 1
 
     def resident(self, boundary: tuple[int, int], pinned: set[tuple[int, int]]) -> int:

@@ -133,6 +133,7 @@ class Runtime:
             Kind.UNBIND: self._unbind,
             Kind.FORWARD: self._forward,
             Kind.LOSS: self._loss,
+            Kind.EVALUATE: self._evaluate,
             Kind.BACKWARD: self._backward_op,
             Kind.NORM: self._updates.norm,
             Kind.UPDATE: self._updates.update,
@@ -161,6 +162,12 @@ class Runtime:
         state.contexts = [None] * count
         state.losses = [torch.zeros(())] * count
         self._updates.begin(state)
+        self._steps[state.step] = state
+
+    def begin_evaluation(self, state: StepState) -> None:
+        """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""
+        state.contexts = [None] * len(state.batches)
+        state.losses = [torch.zeros(())] * len(state.batches)
         self._steps[state.step] = state
 
     @property
@@ -348,6 +355,23 @@ class Runtime:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
             self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
+            if op.drops:
+                self._manager.discard(_boundary(op, -1))
+
+    def _evaluate(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        if not isinstance(stage, HeadStage):
+            raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        self._manager.need(_boundary(op, -1), op.slot)
+        self._seed_for(op, state)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+        )
+        state.contexts[op.micro_batch] = None
+        self._manager.discard(_boundary(op, -1))
 
     def _loss(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]

@@ -7,6 +7,7 @@ Every storage is counted from its creation to its end. Kernels' private scratch 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
+from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
@@ -96,6 +99,27 @@ class _LiveBytes(TorchDispatchMode):
         self.live_bytes -= num_bytes
         if num_bytes < OWN_MAPPING_BYTES:
             self.heap_bytes -= num_bytes
+
+
+def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor]:
+    """A micro-batch of the largest shape with everything that one may have, so that all masks there can be are made.
+
+    Raises ConfigError if the model's forward takes no such input.
+    """
+    shape = (config.micro_batch_size, config.seq_len)
+    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
+    known = inspect.signature(model.model.forward).parameters
+    for name in config.extra_inputs:
+        if name not in known or name not in ("attention_mask", "position_ids"):
+            raise ConfigError(f"extra_inputs: {type(model.model).__name__} takes no {name}")
+        batch[name] = torch.ones(shape, dtype=torch.int64)
+        if name == "attention_mask":
+            batch[name][:, -1] = 0  # models leave a mask of ones out
+        else:
+            half = config.seq_len // 2  # two documents, as a single one needs no mask
+            positions = torch.cat([torch.arange(half), torch.arange(config.seq_len - half)])
+            batch[name] = positions.expand(shape).contiguous()
+    return batch
 
 
 def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0) -> Workspaces:

@@ -71,7 +71,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="PATH", rich_help_panel=_WHAT,
-            help="Token file (.npy, .bin), text file or folder of text; repeat for more. "
+            help="Text, records (.jsonl, .json), token ids (.npy, .bin) or a folder of them; repeat for more. "
             "Left out, with tiny: Python's standard library.",
         ),
     ] = None,
@@ -81,6 +81,20 @@ def train(
     order: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
+    ] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option(
+            "--pack/--no-pack", rich_help_panel=_WHAT, show_default=False,
+            help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool | None,
+        typer.Option(
+            "--truncate", rich_help_panel=_WHAT,
+            help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
+        ),
     ] = None,
     dropout: Annotated[
         str | None,

@@ -22,6 +22,7 @@ from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
+from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
@@ -93,7 +94,7 @@ class TrainOptions:
     model: str = "tiny"
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
-    """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
+    """Text, records, token files, folders; empty: the standard library's sources, if the model is ``tiny``."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
@@ -138,7 +139,11 @@ class TrainOptions:
     seed: int = 0
     """Seeds initial weights, the shuffle and dropout."""
     order: DataOrder = "sequential"
-    """Order of the windows."""
+    """Order of the rows."""
+    pack: bool = True
+    """Rows are as full as can be; else each has one document and is padded."""
+    truncate: bool = False
+    """Cut examples that are longer than a row, instead of refusing them."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
     delay: str = "0"
@@ -262,6 +267,10 @@ class TrainOptions:
         """The first of the store's directories: what the store is known by."""
         return self.store[0]
 
+    def row_rules(self, *, pad_id: int = 0) -> RowRules:
+        """How documents become rows."""
+        return RowRules(seq_len=self.seq_len, pack=self.pack, pad_id=pad_id)
+
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
         try:
@@ -270,6 +279,7 @@ class TrainOptions:
                 micro_batch_size=self.micro_batch_size,
                 seq_len=self.seq_len,
                 num_micro_batches=self.micro_batches,
+                extra_inputs=extra_inputs(self.row_rules()),
                 optimizer=AdamWHyperparameters(
                     lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
                 ),
