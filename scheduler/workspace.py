@@ -115,12 +115,16 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
         embed.unbind(forget=True)
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
-    found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
+    first = model.first_trained
+    behind = 4 * hidden_bytes if first == 0 else 0
+    found = [_Peaks(live + behind, live + behind)]
     known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
-        key = _signature(stage, context)
+        # Below what is trained there is no backward, and the first that is trained hands no gradient down.
+        passes = (stage.index > first) - (stage.index < first)
+        key = (passes, _signature(stage, context))
         if key not in known:
-            known[key] = _measure_stage(model, stage, hidden, batch, context)
+            known[key] = _measure_stage(model, stage, hidden, batch, context, passes)
         found.append(known[key])
     return Workspaces(
         stages=tuple(peaks.all_bytes for peaks in found),
@@ -136,7 +140,7 @@ def _names(stage: Stage) -> list[str]:
 
 def _absent_like(model: StagedModel, name: str) -> Tensor:
     _, spec = model.tensor(name)
-    scalar = torch.zeros((), dtype=getattr(torch, spec.dtype))
+    scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype))
     return scalar.expand(spec.shape)
 
 
@@ -155,17 +159,18 @@ def _signature(stage: Stage, context: Context) -> object:
 
 
 def _measure_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context
+    model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context, passes: int
 ) -> _Peaks:
+    """``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward."""
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
-        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True))
+        return _run_stage(model, stage, hidden, batch, context, passes, FakeTensorMode(allow_non_fake_inputs=True))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, None)
+        return _run_stage(model, stage, hidden, batch, context, passes, None)
     finally:
         torch_logger.setLevel(level)
 
@@ -176,20 +181,21 @@ def _run_stage(
     hidden: Tensor,
     batch: Mapping[str, Tensor],
     context: Context,
+    passes: int,
     mode: FakeTensorMode | None,
 ) -> _Peaks:
-    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros."""
+    """Peak bytes of one forward and backward, if it has one; without ``mode`` it is run for real, on zeros."""
 
     def given(tensor: Tensor) -> Tensor:
         return tensor if mode is None else mode.from_tensor(tensor)
 
     with mode or nullcontext():
-        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True)
+        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=passes > 0)
         output_gradient = torch.zeros(hidden.shape, dtype=hidden.dtype)
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
         fake_context = Context(tensors=tuple(given(tensor) for tensor in context.tensors), calls=context.calls)
         values = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
             for spec in (model.tensor(name)[1] for name in _names(stage))
         }
     stage.bind(values)
@@ -207,11 +213,13 @@ def _run_stage(
             if isinstance(stage, HeadStage):
                 with direct:
                     loss = stage.forward(source, fake_batch, fake_context, 1)
-                loss.backward()
+                if loss.requires_grad:
+                    loss.backward()
             elif isinstance(stage, LayerStage):
-                with direct:
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
                     output = stage.forward(source, fake_context)
-                torch.autograd.backward(output, output_gradient)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:

@@ -54,7 +54,7 @@ def export_store(
 ) -> ExportSummary:
     """Write the last commit's weights and the model's small files to the new directory ``target``.
 
-    Tied tensors are written once. Trainable weights are written as ``dtype``, frozen ones and buffers as they are kept.
+    Tied tensors are written once. Weights, frozen ones too, are written as ``dtype``, buffers as they are kept.
     Needs about 24 MiB, whatever the model's size. The store may be trained meanwhile, but not for longer than to its
     next commit: then ExportError. On any failure nothing is left at ``target``. Raises ConfigError for a ``dtype`` that
     is not one of :data:`DTYPES`, StoreRefusedError and StoreFormatError where there is no whole store,
@@ -71,7 +71,9 @@ def export_store(
             for placed in (*layout.trainable, *layout.frozen)
         }
         exported = {
-            name: DTYPES[dtype] if placed.spec.trainable else getattr(torch, placed.spec.dtype)
+            name: DTYPES[dtype]
+            if placed.spec.trainable or placed.spec.frozen_weight
+            else getattr(torch, placed.spec.dtype)
             for name, (_, placed) in tensors.items()
         }
         total = sum(exported[name].itemsize * placed.spec.num_elements for name, (_, placed) in tensors.items())
