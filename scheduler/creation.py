@@ -26,7 +26,8 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
 
-#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: own dtype) view with the tensor's shape.
+#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: dtype that they are kept in) view with the
+#: tensor's shape.
 #: The last argument is memory that it may use for staging, uint8, 4 KiB-aligned.
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
@@ -100,21 +101,28 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
-    total = sum(layout.num_elements for layout in setup.layouts)
+    elements = [
+        layout.num_elements + sum(placed.spec.num_elements for placed in layout.frozen) for layout in setup.layouts
+    ]
+    total = sum(elements)
     done = 0
+    # Little may be trained: then gradients are too small to stage a checkpoint's tensors in.
+    staging = max(places.gradient_region, places.ring, key=lambda region: region.nbytes)
     try:
         for stage, layout in zip(model.stages, setup.layouts, strict=True):
             stage_places = places.stages[layout.index]
             stage_places.weights.zero_()
             stage_places.frozen.zero_()
-            owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
-            source(stage, owned, places.gradient_region)
+            owned = stage_places.stored()
+            source(stage, owned, staging)
             refuse_non_finite(owned)
-            _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
-            done += layout.num_elements
+            frozen = stage_places.frozen[: layout.frozen_bytes]
+            _write_stage(store, layout, stage_places.weights, frozen, places.states, engine, setup)
+            done += elements[layout.index]
             if progress is not None:
                 progress(done, total)
     finally:
+        del staging
         places.close()
 
 

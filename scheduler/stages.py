@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
-from hoist.tiers.layout import DTYPE_BYTES, TensorSpec
+from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -333,6 +334,35 @@ class StagedModel:
         """
         return self._by_name[self.aliases.get(name, name)]
 
+    @property
+    def first_trained(self) -> int:
+        """Index of the first stage that owns trainable tensors: the backward ends there.
+
+        Raises:
+            ModelError: no tensor is trainable.
+        """
+        for stage in self.stages:
+            if any(spec.trainable for spec in stage.tensors):
+                return stage.index
+        raise ModelError(f"{type(self.model).__name__}: nothing is trainable: every parameter is frozen")
+
+    def keep_frozen_as(self, dtypes: Mapping[str, str]) -> None:
+        """Have a store keep frozen weights in the dtypes given by name, bfloat16 or float16; others stay as they are.
+
+        For weights that come from a checkpoint of that dtype: float32 has the same numbers, and is computed with.
+
+        Raises:
+            KeyError: the model has no tensor of that name.
+            ValueError: it is not a frozen weight, or a dtype is neither of the two.
+        """
+        for name, dtype in dtypes.items():
+            stage, spec = self.tensor(name)
+            if not spec.frozen_weight or dtype not in NARROW_DTYPES:
+                raise ValueError(f"{name}: cannot be kept as {dtype}; frozen weights can, as bfloat16 or float16")
+            kept = replace(spec, dtype=dtype)
+            stage._owned[spec.name].spec = kept
+            self._by_name[spec.name] = (stage, kept)
+
 
 def split(model: PreTrainedModel) -> StagedModel:
     """Cut ``model`` (see ``build_model``) into stages; whatever values its weights had are dropped.
@@ -379,10 +409,13 @@ def split(model: PreTrainedModel) -> StagedModel:
 def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
     tensor = places[0].get()
     trainable = tensor.requires_grad
+    frozen_weight = places[0].is_parameter and not trainable and tensor.is_floating_point()
     dtype = "float32" if trainable else str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{type(model).__name__}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
-    spec = TensorSpec(name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype)
+    spec = TensorSpec(
+        name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype, frozen_weight=frozen_weight
+    )
     return _Weight(name, places, spec, tensor.dtype)
 
 

@@ -588,7 +588,7 @@ class Trainer:
         if setup.scratch_activation_bytes:
             path = self._store.scratch_file("activations", setup.scratch_activation_bytes)
             size = setup.memory.demand.activation_bytes
-            for boundary in range(setup.memory.demand.num_boundaries):
+            for boundary in range((len(setup.layouts) - 1) * self.config.num_micro_batches):
                 key = divmod(boundary, self.config.num_micro_batches)
                 self._runtime.scratch_activations[key] = (path, boundary * size)
         if setup.scratch_gradient_bytes:
