@@ -28,11 +28,14 @@ def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoE
     names = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors}
     found = match_model(reader, model.model, names, tuple(model.aliases.items()))
     found.require()
+    places = {name: number for number, name in enumerate(reader.tensors)}
 
     def fill(stage: Stage, values: Mapping[str, Tensor], staging: Tensor) -> None:
-        for name, value in values.items():
-            reader.read_into(found.sources[name], value.view(-1), engine=engine, staging=staging)
-        reader.forget(engine)
+        try:  # as they lie in the files, so that a shard is opened once for a stage
+            for name in sorted(values, key=lambda name: places[found.sources[name][0]]):
+                reader.read_into(found.sources[name], values[name].view(-1), engine=engine, staging=staging)
+        finally:
+            reader.forget(engine)
 
     return fill
 
