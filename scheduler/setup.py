@@ -16,6 +16,7 @@ from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
+from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.places import (
     PAGE_BYTES,
     Borrowed,
@@ -106,6 +107,16 @@ def _shapes(
     return tuple(shapes)
 
 
+def check_model(directory: Path, model: StagedModel, layouts: Sequence[StageLayout]) -> None:
+    """Raise StoreRefusedError if the store with ``layouts`` does not hold exactly the tensors of ``model``."""
+    expected = [sorted(map(repr, stage.tensors)) for stage in model.stages]
+    stored = [sorted(repr(placed.spec) for placed in (*layout.trainable, *layout.frozen)) for layout in layouts]
+    if expected != stored:
+        raise StoreRefusedError(
+            f"{directory}: the store holds another model; give its own --model, another --store, or --fresh"
+        )
+
+
 def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
     """Raise StoreRefusedError if a store of ``num_slots`` slots a chunk is too little for what is asked of it."""
     if config.speculates and num_slots < config.num_slots:
@@ -133,14 +144,12 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
-    tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
-    found = workspace.measure(
-        model, {"input_ids": tokens, "labels": tokens}, loss_slice_tokens=config.loss_slice_tokens
-    )
+    batch = _largest_batch(model, config)
+    found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
     hidden_bytes = FLOAT_BYTES
     for side in found.hidden_shape:
         hidden_bytes *= side
-    batch_bytes = 2 * tokens.nbytes
+    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in placed.values()), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
     largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
@@ -194,6 +203,13 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         num_slots=config.num_slots,
         speculative=config.speculates,
     )
+
+
+def _largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, torch.Tensor]:
+    if isinstance(model, ModuleModel):
+        return model.largest_batch(config)
+    tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def _keepable(

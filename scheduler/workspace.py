@@ -24,7 +24,8 @@ from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.context import Context
 from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.module_stages import MiddleModule, ModuleModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
     found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
+    if isinstance(model, ModuleModel):  # the first one may be anything
+        found = [_measure_stage(model, embed, hidden, batch, context)]
     known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
         key = _signature(stage, context)
@@ -149,6 +152,8 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
 
 def _signature(stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
+    if isinstance(stage, MiddleModule):
+        return stage.index  # modules with the same weights may still do other things with them
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
@@ -171,7 +176,7 @@ def _measure_head(
     """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
     cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
     if len(cut) == 1:
-        if not model.head.token_wise_width:
+        if not model.head.token_wise_width and not isinstance(model, ModuleModel):
             _tell_of_whole_logits(model, hidden)
         return _measure_stage(model, model.head, hidden, batch, context)
     largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
@@ -242,7 +247,7 @@ def _run_stage(
     try:
         targets: dict[Tensor, Target] = {}
         with mode or nullcontext():
-            block = torch.empty(max(block_elements(value.shape) for value in values.values()))
+            block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
             for parameter in stage.parameters().values():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -261,6 +266,11 @@ def _run_stage(
                 with direct:
                     output = stage.forward(source, fake_context)
                 torch.autograd.backward(output, output_gradient)
+            elif isinstance(stage, EmbedStage):
+                with direct:
+                    output, _ = stage.forward(fake_batch)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:

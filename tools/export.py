@@ -20,7 +20,7 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import PlacedTensor, StageLayout
 from hoist.tiers.store import Store
 from hoist.tools.errors import ExportError
-from hoist.tools.model_files import copy_model_files
+from hoist.tools.model_files import copy_model_files, refuse_modules
 from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 
 #: Elements that are read at a time, and the writer's buffer: 8 + 8 MiB in all.
@@ -65,6 +65,7 @@ def export_store(
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
+        refuse_modules(store.directory / MODEL_DIRECTORY)
         tensors: dict[str, tuple[StageLayout, PlacedTensor]] = {
             placed.spec.name: (layout, placed)
             for layout in store.layouts
