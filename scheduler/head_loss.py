@@ -71,11 +71,11 @@ class HeadLoss:
         self._configured = slice_tokens
 
     def parts(self, hidden: Tensor) -> Sequence[Part]:
-        """How a micro-batch whose last hidden state is [B, S, H] is cut; one part: it is not."""
-        num_rows, num_tokens, hidden_width = hidden.shape
+        """How a micro-batch is cut whose last hidden state is [B, S, H]; one part: it is not."""
         vocab_width = self._head.token_wise_width
         if not vocab_width:
-            return parts(num_rows, num_tokens, num_rows * num_tokens)
+            return [Part(rows=slice(None), columns=slice(None))]
+        num_rows, num_tokens, hidden_width = hidden.shape
         return parts(num_rows, num_tokens, self._configured or slice_tokens(vocab_width, hidden_width))
 
     def train(

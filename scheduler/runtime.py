@@ -17,6 +17,7 @@ from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Done
 from hoist.scheduler.head_loss import HeadLoss, keep_gradient
 from hoist.scheduler.memory import GRADIENT_BYTES
@@ -485,7 +486,10 @@ class Runtime:
         def touched() -> bool:
             current = self._backward
             if current is None or current[1] != stage:
-                raise RuntimeError(f"{name}: a gradient arrived outside of the backward of its stage {stage}")
+                raise ConfigError(
+                    f"{name}: backward was called on something that the stage computed; a step runs every backward "
+                    "itself, so a loss or module must not"
+                )
             seen = current[0].touched[stage] if placed is not None else current[0].lent
             if name in seen:
                 return True

@@ -115,6 +115,16 @@ def _shapes(
     return tuple(shapes)
 
 
+def check_model(directory: Path, model: StagedModel, layouts: Sequence[StageLayout]) -> None:
+    """Raise StoreRefusedError if the store with ``layouts`` does not hold exactly the tensors of ``model``."""
+    expected = [sorted(map(repr, stage.tensors)) for stage in model.stages]
+    stored = [sorted(repr(placed.spec) for placed in (*layout.trainable, *layout.frozen)) for layout in layouts]
+    if expected != stored:
+        raise StoreRefusedError(
+            f"{directory}: the store holds another model; give its own --model, another --store, or --fresh"
+        )
+
+
 def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
     """Raise StoreRefusedError if a store of ``num_slots`` slots a chunk is too little for what is asked of it."""
     if config.speculates and num_slots < config.num_slots:

@@ -108,6 +108,11 @@ class Stage:
             self._bound[name] = self._cache[key]
             weight.put(self._bound[name])
 
+    @property
+    def is_bound(self) -> bool:
+        """The stage can compute now: its weights are there, or it has none."""
+        return bool(self._bound) or not (self._owned or self._borrowed)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The Parameters bound now, owned and borrowed, by canonical name; the trainable ones require a gradient."""
         return {name: tensor for name, tensor in self._bound.items() if isinstance(tensor, nn.Parameter)}
@@ -395,7 +400,7 @@ def split(model: PreTrainedModel) -> StagedModel:
         names = [place.name for place in places]
         name = next((name for name in names if name not in tied_targets), names[0])
         aliases |= {other: name for other in names if other != name}
-        weight = _weight(model, name, places)
+        weight = make_weight(model, name, places)
         owner, *others = sorted(users) or [head_index]
         stages[owner]._owned[name] = weight
         for other in others:
@@ -406,7 +411,8 @@ def split(model: PreTrainedModel) -> StagedModel:
     return StagedModel(model, tuple(stages), aliases)
 
 
-def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
+def make_weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
+    """What a stage keeps of the tensor at ``places``. Raises ModelError for a dtype that stores do not hold."""
     tensor = places[0].get()
     trainable = tensor.requires_grad
     frozen_weight = places[0].is_parameter and not trainable and tensor.is_floating_point()

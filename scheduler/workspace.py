@@ -27,7 +27,8 @@ from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.module_stages import MiddleModule, ModuleModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor
 
     Raises ConfigError if the model's forward takes no such input.
     """
+    if isinstance(model, ModuleModel):
+        return model.largest_batch(config)
     shape = (config.micro_batch_size, config.seq_len)
     batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
     known = inspect.signature(model.model.forward).parameters
@@ -145,6 +148,8 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     first = model.first_trained
     behind = 4 * hidden_bytes if first == 0 else 0
     found = [_Peaks(live + behind, live + behind)]
+    if isinstance(model, ModuleModel):  # the first one may be anything
+        found = [_measure_stage(model, embed, hidden, batch, context, 0 if first == 0 else -1)]
     known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
         # Below what is trained there is no backward, and the first that is trained hands no gradient down.
@@ -177,6 +182,8 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
 
 def _signature(stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
+    if isinstance(stage, MiddleModule):
+        return stage.index  # modules with the same weights may still do other things with them
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
@@ -200,7 +207,7 @@ def _measure_head(
     """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
     cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
     if len(cut) == 1:
-        if not model.head.token_wise_width:
+        if not model.head.token_wise_width and not isinstance(model, ModuleModel):
             _tell_of_whole_logits(model, hidden)
         return _measure_stage(model, model.head, hidden, batch, context, passes)
     largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
@@ -278,7 +285,7 @@ def _run_stage(
     try:
         targets: dict[Tensor, Target] = {}
         with mode or nullcontext():
-            block = torch.empty(max(block_elements(value.shape) for value in values.values()))
+            block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
             for parameter in stage.parameters().values():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -297,6 +304,11 @@ def _run_stage(
             elif isinstance(stage, LayerStage):
                 with direct, nullcontext() if passes >= 0 else torch.no_grad():
                     output = stage.forward(source, fake_context)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
+            elif isinstance(stage, EmbedStage):
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
+                    output, _ = stage.forward(fake_batch)
                 if output.requires_grad:
                     torch.autograd.backward(output, output_gradient)
             else:

@@ -25,7 +25,13 @@ from hoist.tiers.store import Store
 from hoist.tools.checkpoint_names import published
 from hoist.tools.errors import ExportError
 from hoist.tools.export_check import compare
-from hoist.tools.model_files import WeightTypes, copy_model_files, load_config, stored_weight_types
+from hoist.tools.model_files import (
+    WeightTypes,
+    copy_model_files,
+    load_config,
+    refuse_modules,
+    stored_weight_types,
+)
 from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 
 #: Elements that are read at a time, and the writer's buffer: 8 + 8 MiB in all.
@@ -98,6 +104,7 @@ def export_store(
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
+        refuse_modules(store.directory / MODEL_DIRECTORY)
         types = WeightTypes(main=dtype) if dtype is not None else stored_weight_types(store)
         model = _model_of(store)
         architecture = type(model).__name__

@@ -17,6 +17,7 @@ from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.freezing import choose_trained, train_only, trained_names
 from hoist.scheduler.models import build_model
+from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import Trainer
@@ -30,7 +31,8 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
-from hoist.tools.model_files import config_difference, load_config, save_model_files, weight_types
+from hoist.tools.model_files import config_difference, load_config, refuse_modules, save_model_files, weight_types
+from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
 
 
@@ -39,7 +41,7 @@ def open_trainer(
     store: str | Path | Sequence[str | Path],
     *,
     config: TrainerConfig,
-    model: str | Path | None = None,
+    model: str | Path | ModuleModel | None = None,
     attention: Literal["sdpa", "eager"] = "sdpa",
     dropout: float | None = None,
     train: Sequence[str] = (),
@@ -50,7 +52,8 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
-    ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store. A directory
+    ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store; or a list of
+    modules (:func:`stage_modules`), which must be given each time. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
     every dropout probability. ``train`` and ``freeze`` are patterns over parameter names, for a new store: the first
     name all that is trained (none: everything is), the second what is not; a resumed store has its own. ``fresh``
@@ -72,6 +75,14 @@ def open_trainer(
     resume = present and not fresh
     if resume and further:
         follow(directory, further)
+    if isinstance(model, ModuleModel):
+        with open_module_trainer(
+            directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify
+        ) as trainer:
+            yield trainer
+        return
+    if resume:
+        refuse_modules(directory / MODEL_DIRECTORY)
     if model is None and not resume:
         raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
     source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
