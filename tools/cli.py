@@ -96,6 +96,20 @@ def train(
             help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
         ),
     ] = None,
+    validation_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", rich_help_panel=_WHAT,
+            help="Like --data, to evaluate with and not to train on; repeat for more.",
+        ),
+    ] = None,
+    validation_split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_WHAT,
+            help="Hold this share (0 to 0.5) of the rows out of training and evaluate with them. Default 0.",
+        ),
+    ] = None,
     dropout: Annotated[
         str | None,
         typer.Option(metavar="P", rich_help_panel=_WHAT, help="Instead of every dropout probability of the model."),
@@ -130,6 +144,22 @@ def train(
     ] = None,
     micro_batches: Annotated[
         str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
+    ] = None,
+    eval_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Evaluate after every N steps and at the end. Default 0: at the end alone, if there is validation "
+            "data.",
+        ),
+    ] = None,
+    eval_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Micro-batches of validation data that an evaluation takes, the same ones each time; 0: all. "
+            "Default: as many as a step.",
+        ),
     ] = None,
     commit_every: Annotated[
         str | None,
