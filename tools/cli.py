@@ -89,6 +89,13 @@ def train(
             help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
         ),
     ] = None,
+    isolate_documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--isolate-documents", rich_help_panel=_WHAT,
+            help="Have no token of a packed row attend to another document, where the model can; default: it may.",
+        ),
+    ] = None,
     truncate: Annotated[
         bool | None,
         typer.Option(

@@ -144,6 +144,8 @@ class TrainOptions:
     """Order of the rows."""
     pack: bool = True
     """Rows are as full as can be; else each has one document and is padded."""
+    isolate_documents: bool = False
+    """Attention does not cross from one document of a packed row to another."""
     truncate: bool = False
     """Cut examples that are longer than a row, instead of refusing them."""
     validation_data: tuple[str, ...] = ()
@@ -211,6 +213,10 @@ class TrainOptions:
         if "keep_snapshots" in self.given and self.keep_snapshots and not self.snapshot_every:
             raise ConfigError(
                 f"--keep-snapshots: {self.keep_snapshots} is not allowed without --snapshot-every; give both"
+            )
+        if self.isolate_documents and not self.pack:
+            raise ConfigError(
+                "--isolate-documents: is not allowed with --no-pack, whose rows have one document each; leave it out"
             )
         self._check_evaluation()
         if not self.store:
@@ -300,7 +306,7 @@ class TrainOptions:
 
     def row_rules(self, *, pad_id: int = 0) -> RowRules:
         """How documents become rows."""
-        return RowRules(seq_len=self.seq_len, pack=self.pack, pad_id=pad_id)
+        return RowRules(seq_len=self.seq_len, pack=self.pack, isolate=self.isolate_documents, pad_id=pad_id)
 
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""

@@ -21,6 +21,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
+from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
@@ -149,6 +150,8 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         options.require_validation_data()
         _check_positions(options, source)
         model = _staged(options, source)
+        if options.isolate_documents:
+            _check_isolation(options, model)
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
@@ -247,6 +250,13 @@ def _staged(options: TrainOptions, source: ModelSource) -> StagedModel:
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
         raise ModelError(f"--model {options.model}: {error}{advice}") from error
+
+
+def _check_isolation(options: TrainOptions, model: StagedModel) -> None:
+    try:
+        check_isolation(model)
+    except ModelError as error:
+        raise ModelError(f"--isolate-documents: {error}; leave it out, or give --no-pack") from error
 
 
 def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
