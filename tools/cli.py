@@ -71,7 +71,8 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="PATH", rich_help_panel=_WHAT,
-            help="Text, records (.jsonl, .json), token ids (.npy, .bin) or a folder of them; repeat for more. "
+            help="Text, records (.jsonl, .json, .parquet, .arrow), token ids (.npy, .bin) or a folder of them; repeat "
+            "for more. "
             "Left out, with tiny: Python's standard library.",
         ),
     ] = None,

@@ -66,7 +66,7 @@ def prepare(
     """
     if not paths:
         raise DataError(
-            f"{option}: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
+            f"{option}: nothing given; name text files, folders, records (.jsonl, .json, .parquet) or ids (.npy, .bin)"
         )
     made = CacheEntries(cache_directory)
     with _called(option), _undone(made):

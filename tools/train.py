@@ -313,7 +313,7 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
     if not paths:
         if options.model != "tiny":
             raise ConfigError(
-                "--data: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
+                "--data: nothing given; name text files, folders, records (.jsonl, .json, .parquet) or ids (.npy, .bin)"
             )
         paths = stdlib_sources()
     cache = _cache(run)
