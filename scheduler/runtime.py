@@ -18,6 +18,7 @@ from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
+from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
@@ -81,6 +82,7 @@ class Runtime:
         seed: int,
         adam_steps: Mapping[str, int],
         verify_reads: bool = False,
+        loss_slice_tokens: int = 0,
     ) -> None:
         #: Checks what is read for updates; None: nothing is checked.
         self._read_check = ReadCheck(store) if verify_reads else None
@@ -92,6 +94,8 @@ class Runtime:
         self._manager = manager
         self._buffers = buffers
         self._seed = seed
+        #: Most tokens of a slice of the loss; 0: see `head_loss.py`.
+        self._loss_slice_tokens = loss_slice_tokens
         self._layouts: tuple[StageLayout, ...] = store.layouts
         #: Per stage, the cuts that loads and updates share.
         self.pieces: list[tuple[Piece, ...]] = [layout.pieces(piece_elements) for layout in self._layouts]
@@ -359,11 +363,13 @@ class Runtime:
         if not isinstance(stage, HeadStage):
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
         self._manager.need(_boundary(op, -1), op.slot)
-        hidden = self._activation(op.slot, state.shapes[op.micro_batch])
         self._seed_for(op, state)
-        batch, context = state.batches[op.micro_batch], self._context(op, state)
-        with torch.no_grad():
-            state.losses[op.micro_batch] = stage.forward(hidden, batch, context, state.num_items)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+        )
         state.contexts[op.micro_batch] = None
         self._manager.discard(_boundary(op, -1))
 
@@ -373,14 +379,15 @@ class Runtime:
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
-        slot = self._activation(op.slot, state.shapes[op.micro_batch])
-        hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
         self._seed_for(op, state)
-        with self._direct[op.stage]:
-            loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
-        self._run_backward(op, state, loss, None)
-        state.losses[op.micro_batch] = loss.detach()
-        self._keep_input_gradient(slot, hidden)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+            mode=self._direct[op.stage],
+            backward=lambda loss: self._run_backward(op, state, loss, None),
+        )
         self._manager.modify(_boundary(op, -1))
 
     def _backward_op(self, op: Op, state: StepState) -> None:

@@ -134,7 +134,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     batch = workspace.largest_batch(model, config)
-    found = workspace.measure(model, batch)
+    found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
     hidden_bytes = FLOAT_BYTES
     for side in found.hidden_shape:
         hidden_bytes *= side

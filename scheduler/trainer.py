@@ -241,6 +241,7 @@ class Trainer:
             seed=config.seed,
             adam_steps=store.record.adam_steps,
             verify_reads=config.verify_reads,
+            loss_slice_tokens=config.loss_slice_tokens,
         )
         try:
             self._reserve_scratch()

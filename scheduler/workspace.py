@@ -25,6 +25,7 @@ from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers.heap import OWN_MAPPING_BYTES
@@ -121,8 +122,10 @@ def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor
     return batch
 
 
-def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
+def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0) -> Workspaces:
     """Find the workspace of every stage for a micro-batch shaped like ``batch`` (its values do not matter).
+
+    ``loss_slice_tokens``: most tokens of a slice of the loss, see `head_loss.py`.
 
     The embed stage runs for real on absent weights (its activations alone are allocated). Raises what a stage raises on
     such a batch.
@@ -144,7 +147,11 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
     for stage in model.stages[1:]:
         key = _signature(stage, context)
         if key not in known:
-            known[key] = _measure_stage(model, stage, hidden, batch, context)
+            known[key] = (
+                _measure_head(model, hidden, batch, context, loss_slice_tokens)
+                if isinstance(stage, HeadStage)
+                else _measure_stage(model, stage, hidden, batch, context)
+            )
         found.append(known[key])
     return Workspaces(
         stages=tuple(peaks.all_bytes for peaks in found),
@@ -178,18 +185,54 @@ def _signature(stage: Stage, context: Context) -> object:
     return (type(stage), shapes, described)
 
 
+def _measure_head(
+    model: StagedModel,
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
+    context: Context,
+    loss_slice_tokens: int,
+) -> _Peaks:
+    """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
+    cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
+    if len(cut) == 1:
+        if not model.head.token_wise_width:
+            _tell_of_whole_logits(model, hidden)
+        return _measure_stage(model, model.head, hidden, batch, context)
+    largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
+    peaks = _measure_stage(model, model.head, hidden, batch, context, largest)
+    labels_bytes = 2 * batch["labels"].nbytes
+    return _Peaks(peaks.all_bytes + labels_bytes, peaks.heap_bytes + labels_bytes)
+
+
+def _tell_of_whole_logits(model: StagedModel, hidden: Tensor) -> None:
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    num_bytes = _FLOAT_BYTES * vocab_size * hidden[..., 0].numel()
+    if num_bytes > SLICE_BYTES:
+        logger.warning(
+            "%s: its head or its loss is not made token by token, so all logits of a micro-batch exist at once: "
+            "%.0f MiB, several times; a smaller --micro-batch-size or --seq-len needs less",
+            type(model.model).__name__,
+            num_bytes / 2**20,
+        )
+
+
 def _measure_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context
+    model: StagedModel,
+    stage: Stage,
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
+    context: Context,
+    part: Part | None = None,
 ) -> _Peaks:
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
-        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True))
+        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True), part)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, None)
+        return _run_stage(model, stage, hidden, batch, context, None, part)
     finally:
         torch_logger.setLevel(level)
 
@@ -201,8 +244,11 @@ def _run_stage(
     batch: Mapping[str, Tensor],
     context: Context,
     mode: FakeTensorMode | None,
+    part: Part | None,
 ) -> _Peaks:
-    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros."""
+    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros. ``part``: only of that."""
+    if part is not None:
+        hidden, batch = part.of(hidden), {name: part.of(batch[name]) for name in ("input_ids", "labels")}
 
     def given(tensor: Tensor) -> Tensor:
         return tensor if mode is None else mode.from_tensor(tensor)
@@ -230,7 +276,10 @@ def _run_stage(
         with mode or nullcontext(), tracker, private_rng():
             if isinstance(stage, HeadStage):
                 with direct:
-                    loss = stage.forward(source, fake_batch, fake_context, 1)
+                    if part is None:
+                        loss = stage.forward(source, fake_batch, fake_context, 1)
+                    else:
+                        loss = stage.slice_loss(source, fake_batch["input_ids"], fake_batch["labels"], 1)
                 loss.backward()
             elif isinstance(stage, LayerStage):
                 with direct:

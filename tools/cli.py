@@ -287,6 +287,14 @@ def train(
             help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
         ),
     ] = None,
+    loss_slice_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Most tokens whose logits exist at once. Default: as many as have 32 MiB of them, or a quarter of the "
+            "hidden size if more; another number differs in rounding.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="Compute type: auto (default) or float32."),
@@ -334,18 +342,31 @@ def export(
     store: Annotated[Path, typer.Argument(help="The store.")],
     directory: Annotated[Path, typer.Argument(help="New directory for the model.")],
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", show_default=False, help="float32 (default), bfloat16 or float16.")
-    ] = "float32",
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default=False,
+            help="float32, bfloat16 or float16. Default: what the weights came in, or the config says.",
+        ),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", show_default=False, help="Largest safetensors file. Default 5GB.")
     ] = "5GB",
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read everything back, and compare it with the store bit for bit, before the directory is there.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
     """Write the committed weights as a Hugging Face directory (safetensors, config, tokenizer)."""
-    return _export(store, directory, dtype, max_shard_size, as_json)
+    return _export(store, directory, dtype, max_shard_size, verify, as_json)
 
 
-def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_json: bool) -> int:
+def _export(
+    store: Path, directory: Path, dtype: str | None, max_shard_size: str, verify: bool, as_json: bool
+) -> int:
     from hoist.scheduler.errors import ConfigError
     from hoist.tiers.io.choose import choose_engine
     from hoist.tools.export import export_store
@@ -361,10 +382,11 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
 
         def progress(done: int, total: int) -> None:
             stop.check()
-            display.progress("exporting", done, total)
+            checking = verify and 2 * done > total
+            display.progress("checking the export" if checking else "exporting", done, total)
 
         summary = export_store(
-            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, progress=progress
+            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, verify=verify, progress=progress
         )
     if as_json:
         typer.echo(
@@ -374,13 +396,15 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
                     "step": summary.step,
                     "tensors": summary.num_tensors,
                     "bytes": summary.num_bytes,
+                    "dtype": summary.dtype,
+                    "verified": verify,
                 }
             )
         )
     else:
         typer.echo(
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
-            f"to {summary.directory}"
+            f"{summary.dtype}, to {summary.directory}{' (read back: no bit differs)' if verify else ''}"
         )
         typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
     return 0

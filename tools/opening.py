@@ -29,7 +29,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_weights
-from hoist.tools.model_files import config_difference, load_config, save_model_files
+from hoist.tools.model_files import config_difference, load_config, save_model_files, weight_types
 from hoist.tools.presets import load_model_source
 
 
@@ -104,7 +104,12 @@ def open_trainer(
                     engine=engine,
                     source=checkpoint_weights(checkpoint, staged, engine) if checkpoint else initialised(config.seed),
                     attributes={
-                        "model": {"name": source.name, "type": source.config.model_type, "attention": attention},
+                        "model": {
+                            "name": source.name,
+                            "type": source.config.model_type,
+                            "attention": attention,
+                            "weights": weight_types(source).to_json(),
+                        },
                         "optimizer": {"kind": "adamw"},
                     },
                     extras=lambda folder: save_model_files(source, folder),

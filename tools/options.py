@@ -69,6 +69,7 @@ MINIMA: Mapping[str, int] = {
     "eval_every": 0,
     "eval_batches": 0,
     "seed": 0,
+    "loss_slice_tokens": 0,
 }
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
@@ -160,6 +161,8 @@ class TrainOptions:
     """Order of micro-batches and stages."""
     delay: str = "0"
     """Share of the optimizer's work that is done in the next step's forward (with exact clipping all), or auto."""
+    loss_slice_tokens: int = 0
+    """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
     dropout: float | None = None
@@ -337,6 +340,7 @@ class TrainOptions:
                 commit_minutes=self.commit_minutes or None,
                 residency=self.residency,
                 resident_weights=self.residency > 0.0,
+                loss_slice_tokens=self.loss_slice_tokens,
                 verify_reads=self.verify == "always",
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."

@@ -45,7 +45,7 @@ from hoist.tools.evaluation import Evaluation, validation_numbers
 from hoist.tools.import_weights import check_weights, checkpoint_weights
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
-from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
+from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
 from hoist.tools.options import AUTO, TrainOptions
 from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
@@ -495,6 +495,7 @@ def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]
             "type": source.config.model_type,
             "attention": options.attention,
             "dropout": options.dropout,
+            "weights": weight_types(source).to_json(),
         },
         "optimizer": {"kind": "adamw"},
     }

@@ -88,6 +88,8 @@ class Engine:
     """Chunks of every stage (the nearest possible) instead of ``max_chunk_elements``."""
     max_piece_elements: int = CHUNK_QUANTUM_ELEMENTS
     commit_every: int = 2
+    loss_slice_tokens: int = 0
+    """Other numbers than 0 change the result within rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,6 +297,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         resident_weights=engine.resident_weights,
         residency=engine.residency,
         clip_mode=engine.clip_mode,
+        loss_slice_tokens=engine.loss_slice_tokens,
         validate=True,
     )
 
@@ -333,8 +336,11 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
+    slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, *sizes, config.extra_inputs)
+    key = (
+        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs
+    )  # fmt: skip
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))
