@@ -71,7 +71,8 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="PATH", rich_help_panel=_WHAT,
-            help="Text, records (.jsonl, .json), token ids (.npy, .bin) or a folder of them; repeat for more. "
+            help="Text, records (.jsonl, .json, .parquet, .arrow), token ids (.npy, .bin) or a folder of them; repeat "
+            "for more. "
             "Left out, with tiny: Python's standard library.",
         ),
     ] = None,
@@ -89,11 +90,32 @@ def train(
             help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
         ),
     ] = None,
+    isolate_documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--isolate-documents", rich_help_panel=_WHAT,
+            help="Have no token of a packed row attend to another document, where the model can; default: it may.",
+        ),
+    ] = None,
     truncate: Annotated[
         bool | None,
         typer.Option(
             "--truncate", rich_help_panel=_WHAT,
             help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
+        ),
+    ] = None,
+    validation_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", rich_help_panel=_WHAT,
+            help="Like --data, to evaluate with and not to train on; repeat for more.",
+        ),
+    ] = None,
+    validation_split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_WHAT,
+            help="Hold this share (0 to 0.5) of the rows out of training and evaluate with them. Default 0.",
         ),
     ] = None,
     dropout: Annotated[
@@ -145,6 +167,22 @@ def train(
     ] = None,
     micro_batches: Annotated[
         str | None, typer.Option(metavar="N", rich_help_panel=_RUN, help="Micro-batches of a step. Default 16.")
+    ] = None,
+    eval_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Evaluate after every N steps and at the end. Default 0: at the end alone, if there is validation "
+            "data.",
+        ),
+    ] = None,
+    eval_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_RUN,
+            help="Micro-batches of validation data that an evaluation takes, the same ones each time; 0: all. "
+            "Default: as many as a step.",
+        ),
     ] = None,
     commit_every: Annotated[
         str | None,

@@ -66,7 +66,7 @@ def prepare(
     """
     if not paths:
         raise DataError(
-            f"{option}: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
+            f"{option}: nothing given; name text files, folders, records (.jsonl, .json, .parquet) or ids (.npy, .bin)"
         )
     made = CacheEntries(cache_directory)
     with _called(option), _undone(made):
@@ -75,8 +75,14 @@ def prepare(
             truncate=truncate, token_bytes=token_bytes, progress=progress,
         )  # fmt: skip
         rows = make_rows(preparation.source(paths), rules, cache_directory)
+        held_out = HeldOut(rows.num_rows, share=validation_share, seed=seed)
+        if validation_share and not held_out.num_validation:
+            raise DataError(
+                f"--validation-split: {validation_share} of {rows.num_rows} rows is none; give more data or a larger "
+                "share"
+            )
         _require_one_step(
-            rows, paths, HeldOut(rows.num_rows, share=validation_share, seed=seed).num_training,
+            rows, paths, held_out.num_training,
             rows_needed=micro_batch_size * num_micro_batches, num_micro_batches=num_micro_batches,
             step="one step" if option == "--data" else "an evaluation",
         )  # fmt: skip

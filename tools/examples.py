@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hoist.tools.chat import ChatEncoder
+from hoist.tools.columnar import TABLE_SUFFIXES, read_table
 from hoist.tools.errors import DataError
 from hoist.tools.jsonl import JSON_SUFFIXES, Record, read_json
 from hoist.tools.parts import PartWriter, check_ids, find_part, part_paths
@@ -31,7 +32,7 @@ from hoist.tools.text import (
 from hoist.tools.tokens import Part, Progress, refuse_os_errors, short_hash
 
 #: Files that hold records.
-RECORD_SUFFIXES = JSON_SUFFIXES
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 #: Raised when the same records would give other ids or labels, so that old caches are not taken.
 _CACHE_VERSION = 1
 
@@ -53,13 +54,18 @@ class EncodedRecords:
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file, by its ending. Raises DataError with file and line."""
-    return read_json(path)
+    return read_table(path) if path.suffix.lower() in TABLE_SUFFIXES else read_json(path)
+
+
+def place(path: Path, line: int) -> str:
+    """A record's place in a file, for people."""
+    return f"{'row' if path.suffix.lower() in TABLE_SUFFIXES else 'line'} {line}"
 
 
 def kind_of(path: Path) -> Kind:
     """What the records of a file are, by the first of them. Raises DataError if there is none."""
     for record in read_records(path):
-        return find_kind(record.fields, f"--data {path}: line {record.line}")
+        return find_kind(record.fields, f"--data {path}: {place(path, record.line)}")
     raise DataError(f"--data {path}: the file is empty; it needs at least one record")
 
 
@@ -141,7 +147,7 @@ def encode_files(
         part, known = found
         tokens, index, line = known["longest"]
         if whole:
-            _check_length(tokens, longest, f"--data {files[index]}: line {line}")
+            _check_length(tokens, longest, f"--data {files[index]}: {place(files[index], line)}")
         counts = {name: known[name] for name in ("num_empty", "num_truncated", "num_dropped")}
         return EncodedRecords(part=part, created=(), **counts)
     run = _Run(tokenizer, vocab_size, longest if whole else 0, truncate)
@@ -173,17 +179,17 @@ def encode_files(
 def _examples(path: Path, kind: Kind) -> Iterator[tuple[Record, Example]]:
     """The examples of a file, whose first record says of what kind they are."""
     own: Kind | None = None
-    first_line = 0
+    first = ""
     for record in read_records(path):
-        where = f"--data {path}: line {record.line}"
+        where = f"--data {path}: {place(path, record.line)}"
         if own is None:
-            own, first_line = find_kind(record.fields, where), record.line
+            own, first = find_kind(record.fields, where), place(path, record.line)
             if own.is_text is not kind.is_text:
                 raise DataError(
                     f"{where}: holds {'/'.join(own.value)} records, the files before it {'/'.join(kind.value)}; train "
                     "on text or on examples, not on both at once"
                 )
-        yield record, parse(record.fields, own, where, first_line)
+        yield record, parse(record.fields, own, where, first)
     if own is None:
         raise DataError(f"--data {path}: the file is empty; it needs at least one record")
 
@@ -204,7 +210,7 @@ class _Run:
 
     def add(self, writer: PartWriter, example: Example, index: int, path: Path, line: int) -> None:
         """Write one document, unless nothing is in it."""
-        where = f"--data {path}: line {line}"
+        where = f"--data {path}: {place(path, line)}"
         if isinstance(example, Text):
             rest = example.text
             while len(rest) > BLOCK_CHARACTERS:

@@ -1,6 +1,6 @@
-"""The `--metrics` file: one JSON object a step, a line each, appended whole or not at all.
+"""The `--metrics` file: one JSON object a step, and one an evaluation, a line each, appended whole or not at all.
 
-What is in a line is `hoist.scheduler.trainer.StepMetrics`.
+What is in a line is `hoist.scheduler.trainer.StepMetrics` or `evaluation.EvalRecord`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Self
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.trainer import StepMetrics
 from hoist.tools.errors import MetricsError
+from hoist.tools.evaluation import EvalRecord
 
 
 def check_metrics_path(path: Path) -> None:
@@ -46,8 +47,8 @@ class MetricsFile:
         except OSError as error:
             raise self._error(error) from error
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append a step. Raises MetricsError; of its line nothing is in the file then."""
+    def write(self, metrics: StepMetrics | EvalRecord) -> None:
+        """Append a step or an evaluation. Raises MetricsError; of its line nothing is in the file then."""
         rest = (json.dumps(metrics.to_json()) + "\n").encode()
         start = os.lseek(self._descriptor, 0, os.SEEK_END) if self._is_file() else 0
         try:

@@ -24,6 +24,7 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
 from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
+from hoist.tools.split import LARGEST_SHARE
 
 Attention = Literal["sdpa", "eager"]
 #: When the store's bytes are compared with their checksums.
@@ -65,6 +66,8 @@ MINIMA: Mapping[str, int] = {
     "commit_every": 0,
     "snapshot_every": 0,
     "keep_snapshots": 0,
+    "eval_every": 0,
+    "eval_batches": 0,
     "seed": 0,
     "loss_slice_tokens": 0,
 }
@@ -76,11 +79,11 @@ NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_ch
 WITHOUT_EFFECT = frozenset(
     {
         "host_memory", "plan", "delay", "clip_mode", "residency", "commit_every", "commit_minutes", "snapshot_every",
-        "keep_snapshots", "token_bytes", "dtype",
+        "keep_snapshots", "token_bytes", "dtype", "eval_every", "eval_batches",
     }
 )
 #: What differs in these, others tell: the model's configuration, the data's content.
-TOLD_ELSEWHERE = frozenset({"model", "data"})
+TOLD_ELSEWHERE = frozenset({"model", "data", "validation_data", "validation_split"})
 #: What a store is made for: which tensors have moments. A resume cannot change it.
 FIXED = ("train", "freeze")
 _MAX_SEED = 2**63 - 1
@@ -148,8 +151,18 @@ class TrainOptions:
     """Order of the rows."""
     pack: bool = True
     """Rows are as full as can be; else each has one document and is padded."""
+    isolate_documents: bool = False
+    """Attention does not cross from one document of a packed row to another."""
     truncate: bool = False
     """Cut examples that are longer than a row, instead of refusing them."""
+    validation_data: tuple[str, ...] = ()
+    """Like ``data``, for evaluations alone."""
+    validation_split: float = 0.0
+    """Share of the rows that is held out of training for evaluations."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: one at the end alone, if there is something to evaluate with."""
+    eval_batches: int | None = None
+    """Most micro-batches of an evaluation; 0: all there are. None: as many as a step has."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
     delay: str = "0"
@@ -210,6 +223,11 @@ class TrainOptions:
             raise ConfigError(
                 f"--keep-snapshots: {self.keep_snapshots} is not allowed without --snapshot-every; give both"
             )
+        if self.isolate_documents and not self.pack:
+            raise ConfigError(
+                "--isolate-documents: is not allowed with --no-pack, whose rows have one document each; leave it out"
+            )
+        self._check_evaluation()
         if not self.store:
             raise ConfigError("--store: nothing given; name a directory, or leave the option out")
         for name in ("store", "model", "metrics"):
@@ -217,6 +235,27 @@ class TrainOptions:
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
         self.trainer_config()
+
+    def _check_evaluation(self) -> None:
+        if not 0.0 <= self.validation_split <= LARGEST_SHARE:
+            raise ConfigError(
+                f"--validation-split: {self.validation_split} is not allowed; give a share from 0 to {LARGEST_SHARE}"
+            )
+        if self.validation_split and self.validation_data:
+            raise ConfigError(
+                f"--validation-split: {self.validation_split} is not allowed with --validation-data; give one of them"
+            )
+
+    def require_validation_data(self) -> None:
+        """Raise ConfigError if evaluations are asked for without anything to evaluate with; not before a resume's
+        options are known."""
+        for name in ("eval_every", "eval_batches"):
+            value = getattr(self, name)
+            if name in self.given and value and not self.validation_split and not self.validation_data:
+                raise ConfigError(
+                    f"{flag(name)}: {value} is not allowed without data to evaluate with; give --validation-data or "
+                    "--validation-split too"
+                )
 
     # --- where they come from -------------------------------------------------------------------------------------
 
@@ -235,7 +274,8 @@ class TrainOptions:
     def remembered(self) -> dict[str, Any]:
         """What a store keeps of the options, as JSON: with it a resume needs none of them. Paths become absolute."""
         values = {name: value for name, value in asdict(self).items() if name not in NOT_REMEMBERED}
-        values["data"] = [str(Path(path).absolute()) for path in self.data]
+        for name in ("data", "validation_data"):
+            values[name] = [str(Path(path).absolute()) for path in getattr(self, name)]
         values["betas"] = list(self.betas)
         return values
 
@@ -282,7 +322,7 @@ class TrainOptions:
 
     def row_rules(self, *, pad_id: int = 0) -> RowRules:
         """How documents become rows."""
-        return RowRules(seq_len=self.seq_len, pack=self.pack, pad_id=pad_id)
+        return RowRules(seq_len=self.seq_len, pack=self.pack, isolate=self.isolate_documents, pad_id=pad_id)
 
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
@@ -412,7 +452,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name in ("data", "store", "train", "freeze") and isinstance(value, str):
+    if name in ("data", "store", "validation_data", "train", "freeze") and isinstance(value, str):
         return (value,)
     if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

@@ -23,6 +23,12 @@ _SHAREGPT_ROLES: Mapping[str, str] = {
 }  # fmt: skip
 
 
+#: Every field that a record may have to do with.
+FIELDS = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools",
+)  # fmt: skip
+
+
 class Kind(Enum):
     """What records of a file are; the value names the fields that tell."""
 
@@ -78,15 +84,15 @@ def find_kind(fields: Mapping[str, Any], where: str) -> Kind:
     )
 
 
-def parse(fields: Mapping[str, Any], kind: Kind, where: str, first_line: int) -> Example:
-    """The example in a record. ``where`` names file and line, ``first_line`` the record that set the kind.
+def parse(fields: Mapping[str, Any], kind: Kind, where: str, first: str) -> Example:
+    """The example in a record. ``where`` names file and line, ``first`` the line of the record that set the kind.
 
     Raises DataError, one line, for missing fields, wrong types, unknown roles and conversations without an assistant.
     """
     for name in kind.value:
         if name not in fields:
             raise DataError(
-                f"{where}: has no {name!r}, and the first record (line {first_line}) has {'/'.join(kind.value)}; all "
+                f"{where}: has no {name!r}, and the first record ({first}) has {'/'.join(kind.value)}; all "
                 "records of a file must be alike"
             )
     if kind is Kind.TEXT:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tiers.io.base import IoStatistics
+from hoist.tools.evaluation import EvalRecord
 
 
 def promised_bytes(budget_bytes: int) -> int:
@@ -94,7 +95,7 @@ class RunStart:
     text_as: str | None
     """What its text was tokenized with; None if it is all token ids."""
     num_windows: int
-    """Rows that the data is cut into."""
+    """Rows of the data that are trained on."""
     windows_per_step: int
     budget_bytes: int
     baseline_bytes: int
@@ -105,6 +106,8 @@ class RunStart:
     """When commits are due, for people."""
     drives: tuple[tuple[str, float], ...] = ()
     """Directory and share, from 0 to 1, of each drive that the store spans; empty if it is in one directory."""
+    num_validation_rows: int = 0
+    """Rows that evaluations take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
 
@@ -149,3 +152,6 @@ class Reporter(Protocol):
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         """A step has ended."""
+
+    def evaluation(self, found: EvalRecord) -> None:
+        """An evaluation has been made."""

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.evaluation import EvalRecord
 from hoist.tools.invoked import command_name
 from hoist.tools.report import RunEnd, RunStart, promised_bytes
 from hoist.tools.sizes import show_bytes
@@ -91,6 +92,8 @@ class Display:
             f"{start.num_tokens:,} tokens, {start.num_windows:,} rows; a step takes {start.windows_per_step}, "
             f"so {epoch:,.{1 if epoch < 100 else 0}f} steps are one epoch{text_as}",
         )
+        if start.num_validation_rows:
+            self._field("", f"{start.num_validation_rows:,} rows are evaluated with")
         where = f"resumed at step {start.step}" if start.resumed else "new"
         self._field("store", f"{start.store} ({where})")
         if start.drives:
@@ -146,6 +149,16 @@ class Display:
                 _clipped(metrics) if start.clips else show_bytes(metrics.host_peak_bytes),
                 _clock(remaining),
             )
+        )
+
+    def evaluation(self, found: EvalRecord) -> None:
+        """An evaluation: a line of its own."""
+        self._stop_bar()
+        self._field(
+            "eval",
+            f"step {found.step}: loss {found.eval_loss:.4f} over {found.eval_counted:,} labels; "
+            f"{found.eval_tokens:,} tokens in {found.eval_seconds:.1f} s, "
+            f"{show_bytes(found.eval_nvme_read_bytes)} read",
         )
 
     def end(self, end: RunEnd) -> None:

@@ -22,6 +22,7 @@ from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
 from hoist.scheduler.freezing import choose_trained
+from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
@@ -41,6 +42,7 @@ from hoist.tiers.store import Store
 from hoist.tools import data as token_data
 from hoist.tools.drives import follow, shares
 from hoist.tools.errors import MetricsError, RunFailedError
+from hoist.tools.evaluation import Evaluation, validation_numbers
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
@@ -104,16 +106,19 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             if run.found is not None and run.step >= options.steps:
                 return _end(run, stop, step=run.step)
             rows = _data(run, report, stop)
-            store = cleanup.enter_context(_store(run, engine, rows, report, stop))
+            validation = None if rows is None else _validation_data(run, rows, report, stop)
+            made = [each for each in (rows, validation) if each is not None]
+            store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
             data = _step_data(run, rows, report)
-            start = _start(run, engine, rows, data, store)
+            evaluation = _evaluation(run, rows, validation, data)
+            start = _start(run, engine, rows, data, store, evaluation)
             report.plan(start)
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
-            return _Loop(run, store, data, start, engine, stop, report, metrics_file).run_to_end()
+            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation).run_to_end()
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------
@@ -143,8 +148,11 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
+        options.require_validation_data()
         _check_positions(options, source)
         model = _staged(options, source, layouts)
+        if options.isolate_documents:
+            _check_isolation(options, model)
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
@@ -254,6 +262,13 @@ def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageL
     return staged
 
 
+def _check_isolation(options: TrainOptions, model: StagedModel) -> None:
+    try:
+        check_isolation(model)
+    except ModelError as error:
+        raise ModelError(f"--isolate-documents: {error}; leave it out, or give --no-pack") from error
+
+
 def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
     """True to resume the store at ``directory``, False to make one there. Refuses a place where neither can be.
 
@@ -308,28 +323,20 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
     if not paths:
         if options.model != "tiny":
             raise ConfigError(
-                "--data: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
+                "--data: nothing given; name text files, folders, records (.jsonl, .json, .parquet) or ids (.npy, .bin)"
             )
         paths = stdlib_sources()
-    cache = run.directory.with_name(run.directory.name + CACHE_SUFFIX)
+    cache = _cache(run)
     writable = cache if cache.exists() else cache.parent
     if not os.access(writable, os.W_OK | os.X_OK):
         raise RefusalError(
             f"--store {options.main_store}: the ids of --data are kept beside it, in {cache}, and {writable} cannot be "
             "written; put the store into a folder that you may write"
         )
-    rows = token_data.prepare(
-        paths,
-        tokenizer=run.source.tokenizer,
-        vocab_size=run.source.vocab_size,
-        cache_directory=cache,
-        rules=options.row_rules(pad_id=_pad_id(run.source)),
-        micro_batch_size=options.micro_batch_size,
-        num_micro_batches=options.micro_batches,
-        truncate=options.truncate,
-        token_bytes=options.token_bytes,
-        progress=_checked("reading data", report, stop),
-    )
+    rows = _rows(
+        run, paths, _checked("reading data", report, stop), micro_batch_size=options.micro_batch_size,
+        num_micro_batches=options.micro_batches, validation_share=options.validation_split, seed=options.seed,
+    )  # fmt: skip
     if options.data:  # that a few of Python's own files are no UTF-8 concerns nobody
         for notice in rows.source.notices:
             report.notice(notice)
@@ -340,6 +347,61 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
             "otherwise name a model directory with a tokenizer, or give token ids (.npy)"
         )
     return rows
+
+
+def _rows(
+    run: _Prepared, paths: Sequence[Path], progress: Callable[[int, int], None], option: str = "--data", **more: Any
+) -> Rows:
+    """The rows of some data, made as the options say."""
+    options = run.options
+    return token_data.prepare(
+        paths,
+        tokenizer=run.source.tokenizer,
+        vocab_size=run.source.vocab_size,
+        cache_directory=_cache(run),
+        rules=options.row_rules(pad_id=_pad_id(run.source)),
+        truncate=options.truncate,
+        token_bytes=options.token_bytes,
+        option=option,
+        progress=progress,
+        **more,
+    )
+
+
+def _cache(run: _Prepared) -> Path:
+    return run.directory.with_name(run.directory.name + CACHE_SUFFIX)
+
+
+def _validation_data(run: _Prepared, rows: Rows, report: Reporter, stop: Stop) -> Rows | None:
+    """Rows of ``--validation-data``; None without it. A refusal takes back what ``rows`` has put into the cache."""
+    paths = tuple(Path(path) for path in run.options.validation_data)
+    if not paths:
+        return None
+    with _undone([rows]):
+        found = _rows(run, paths, _checked("reading validation data", report, stop), option="--validation-data")
+    for notice in found.source.notices:
+        report.notice(notice)
+    return found
+
+
+def _evaluation(
+    run: _Prepared, rows: Rows, validation: Rows | None, data: token_data.StepData
+) -> Evaluation | None:
+    """Evaluations as the options say; None where there is nothing to evaluate with."""
+    options = run.options
+    held_out = data.held_out if validation is None else None
+    if held_out is not None and not held_out.num_validation:
+        return None
+    batches = options.micro_batches if options.eval_batches is None else options.eval_batches
+    source = rows if validation is None else validation
+    return Evaluation(
+        source,
+        validation_numbers(held_out, source, batches * options.micro_batch_size),
+        every=options.eval_every,
+        last_step=options.steps,
+        micro_batch_size=options.micro_batch_size,
+        num_micro_batches=options.micro_batches,
+    )
 
 
 def _pad_id(source: ModelSource) -> int:
@@ -376,6 +438,7 @@ def _step_data(run: _Prepared, rows: Rows, report: Reporter) -> token_data.StepD
         seed=options.seed,
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
+        validation_share=options.validation_split,
         after=after,
     )
     if after is not None:
@@ -389,7 +452,7 @@ def _step_data(run: _Prepared, rows: Rows, report: Reporter) -> token_data.StepD
 
 @contextmanager
 def _store(
-    run: _Prepared, engine: IoEngine, rows: Rows | None, report: Reporter, stop: Stop
+    run: _Prepared, engine: IoEngine, rows: Sequence[Rows], report: Reporter, stop: Stop
 ) -> Iterator[Store]:
     """The store, open for writing: the one that was found, or a new one at step 0."""
     options = run.options
@@ -422,15 +485,16 @@ def _store(
 
 
 @contextmanager
-def _undone(rows: Rows | None) -> Iterator[None]:
+def _undone(rows: Sequence[Rows]) -> Iterator[None]:
     """Where a store cannot be made or opened, take back what its data put into the cache."""
     try:
         yield
     except StoreLockedError:
         raise  # whoever has the lock may be using the cache
     except RefusalError:
-        if rows is not None and rows.source.made is not None:
-            rows.source.made.remove()
+        for each in rows:
+            if each.source.made is not None:
+                each.source.made.remove()
         raise
 
 
@@ -463,6 +527,7 @@ class _Loop:
         stop: Stop,
         report: Reporter,
         metrics_file: MetricsFile | None,
+        evaluation: Evaluation | None,
     ) -> None:
         self._run = run
         self._store = store
@@ -472,6 +537,7 @@ class _Loop:
         self._stop = stop
         self._report = report
         self._metrics_file = metrics_file
+        self._evaluation = evaluation
         self._totals = run.totals
         self._last: StepMetrics | None = None
         self._step = run.step
@@ -529,10 +595,21 @@ class _Loop:
                     self._metrics_file.write(self._last)
                 self._report.step(self._last, self._start)
                 snapshots.after_step(trainer)
+                self._evaluate(trainer)
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
         return suggestive
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        """Evaluate, if that is due after this step; a signal ends it."""
+        if self._evaluation is None or not self._evaluation.is_due(trainer.step_number):
+            return
+        found = self._evaluation.run(trainer, lambda: bool(self._stop.signal))
+        if found is not None:
+            if self._metrics_file is not None:
+                self._metrics_file.write(found)
+            self._report.evaluation(found)
 
     def _pick_delay(self, times: StepTimes, config: TrainerConfig) -> tuple[TrainerConfig, Setup]:
         """What goes with the share that fits the measured times, and that the budget and the drive have room for.
@@ -599,7 +676,12 @@ def _require_finite(metrics: StepMetrics) -> None:
 
 
 def _start(
-    run: _Prepared, engine: IoEngine, rows: Rows, data: token_data.StepData, store: Store
+    run: _Prepared,
+    engine: IoEngine,
+    rows: Rows,
+    data: token_data.StepData,
+    store: Store,
+    evaluation: Evaluation | None,
 ) -> RunStart:
     options = run.options
     assert store.record is not None
@@ -617,6 +699,7 @@ def _start(
         num_tokens=rows.source.num_tokens,
         text_as=_text_as(run, rows),
         num_windows=data.held_out.num_training,
+        num_validation_rows=0 if evaluation is None else evaluation.num_rows,
         windows_per_step=options.micro_batches * options.micro_batch_size,
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,

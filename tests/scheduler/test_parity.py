@@ -28,6 +28,7 @@ from tests.support.training import (
     assert_identical,
     assert_nvme_was_used,
     make_steps,
+    packed,
     padded,
     read_states,
     torch_threads,
@@ -163,6 +164,58 @@ def check_padding(family: str, tmp_path: Path) -> None:
     expected = train_reference(tiny_config(family), steps, recipe_for(family))
     assert_identical(train(tmp_path / "store", tiny_config(family), steps, recipe_for(family), Engine()), expected)
     assert expected.losses != reference(family, 3, 2).losses  # the masks matter
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_packed_documents(family: str, tmp_path: Path) -> None:
+    check_packed(family, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])
+def test_packed_documents_in_every_family(family: str, tmp_path: Path) -> None:
+    check_packed(family, tmp_path)
+
+
+def check_packed(family: str, tmp_path: Path) -> None:
+    plain = make_steps(2, 3)
+    steps: list[list[Batch]] = [
+        [packed(step[0], starts=[5]), packed(step[1], starts=[]), packed(step[2], starts=[1, 4, 11])] for step in plain
+    ]
+    expected = train_reference(tiny_config(family), steps, recipe_for(family))
+    assert_identical(train(tmp_path / "store", tiny_config(family), steps, recipe_for(family), Engine()), expected)
+    crossing = [[{**batch, "position_ids": positions_of(batch)} for batch in step] for step in steps]
+    assert expected.losses != train_reference(tiny_config(family), crossing, recipe_for(family)).losses
+
+
+def positions_of(batch: Batch) -> torch.Tensor:
+    """Positions of rows that are one document."""
+    rows, tokens = batch["input_ids"].shape
+    return torch.arange(tokens).expand(rows, tokens).contiguous()
+
+
+@pytest.mark.parametrize("plan", ["vertical", "horizontal"])
+def test_micro_batches_without_a_counted_label(plan: Order, tmp_path: Path) -> None:
+    """As in a plain loop they count nothing, and the others are as ever; clipped or not."""
+    steps = make_steps(2, 3)
+    for step in steps:
+        step[1]["labels"] = torch.full_like(step[1]["labels"], -100)
+    expected = train_reference(tiny_config("llama"), steps, Recipe())
+    assert_identical(train(tmp_path / "store", tiny_config("llama"), steps, Recipe(), Engine(plan=plan)), expected)
+
+
+def test_label_counts_of_micro_batches_do_not_matter(tmp_path: Path) -> None:
+    """3 and 29 labels: two micro-batches are what one of both rows is, but for the order of the sums."""
+    row = make_steps(1, 1, rows=2, tokens=30)[0][0]
+    row["labels"] = row["input_ids"].clone()
+    row["labels"][0, :-3] = -100
+    apart = [[{name: value[index : index + 1] for name, value in row.items()} for index in range(2)]]
+    recipe = Recipe(hyperparameters=AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0))
+    one = train(tmp_path / "one", tiny_config("llama"), [[row]], recipe, Engine())
+    two = train(tmp_path / "two", tiny_config("llama"), apart, recipe, Engine())
+    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+    for name, moments in one.states.exp_avg.items():
+        assert torch.allclose(two.states.exp_avg[name], moments, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize(("kind", "no_decay_norms"), [("linear", False), ("cosine", True)])

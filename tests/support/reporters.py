@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hoist.scheduler.trainer import StepMetrics
+from hoist.tools.evaluation import EvalRecord
 from hoist.tools.report import RunStart
 
 
@@ -19,6 +20,7 @@ class Recorder:
     preparations: list[str] = field(default_factory=list)
     starts: list[RunStart] = field(default_factory=list)
     steps: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[EvalRecord] = field(default_factory=list)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -36,6 +38,10 @@ class Recorder:
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         self.steps.append(metrics)
         self.at(f"step {metrics.step}")
+
+    def evaluation(self, found: EvalRecord) -> None:
+        self.evaluations.append(found)
+        self.at(f"evaluation {found.step}")
 
 
 def sending(number: signal.Signals, moment: str, *, times: int = 1) -> Recorder:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +163,16 @@ def padded(batch: Batch, *, left: int = 0, right: int = 0) -> Batch:
         mask[-1, hidden] = 0
         labels[-1, hidden] = -100
     return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": mask}
+
+
+def packed(batch: Batch, *, starts: Sequence[int]) -> Batch:
+    """``batch`` with documents that begin at these tokens of every row, besides 0: positions begin anew there."""
+    positions = torch.zeros_like(batch["input_ids"])
+    labels = batch["labels"].clone()
+    for first, last in pairwise([0, *starts, positions.shape[1]]):
+        positions[:, first:last] = torch.arange(last - first)
+        labels[:, first] = -100
+    return {"input_ids": batch["input_ids"], "labels": labels, "position_ids": positions}
 
 
 # --- the reference -------------------------------------------------------------------------------------------------

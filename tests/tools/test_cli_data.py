@@ -130,6 +130,23 @@ def test_the_same_examples_in_the_same_order(tmp_path: Path, order: Order, pack:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_documents_are_kept_apart_where_the_model_can(shell: Shell) -> None:
+    data = write(shell.job.folder / "chats.jsonl", chats(40))
+    apart = shell.train(data, "--isolate-documents", store="apart")
+    assert apart.code == 0, apart.err
+    assert shell.train(data, store="across").code == 0
+    assert [loss for _, loss, _, _ in shell.curve("apart")] != [loss for _, loss, _, _ in shell.curve("across")]
+    refused = shell.refused(data, "--isolate-documents", "--no-pack")
+    assert refused.startswith("--isolate-documents: is not allowed with --no-pack")
+    assert "as --isolate-documents needs; leave it out" in shell.refused(shell.job.data, "--isolate-documents")
+    (shell.job.folder / "opt").mkdir()
+    other = replace(shell, job=make_job(shell.job.folder / "opt", family="opt"))
+    assert other.refused(other.job.data, "--isolate-documents", seq_len=16) == (
+        "--isolate-documents: OPTForCausalLM: layer.0 mixes the documents of a packed row, wherever positions begin "
+        "anew; leave it out, or give --no-pack"
+    )
+
+
 def test_truncate(shell: Shell) -> None:
     long = {"prompt": "the", "completion": "fox " * 100}
     data = write(shell.job.folder / "a.jsonl", [*[{"prompt": "the", "completion": "dog"}] * 40, long])

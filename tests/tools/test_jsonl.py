@@ -39,7 +39,7 @@ documents = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(values=documents, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), block=st.integers(1, 40))
 def test_arrays_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, values: list[object], indent: int | None, ascii_only: bool, block: int

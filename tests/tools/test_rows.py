@@ -80,7 +80,27 @@ def test_text_is_windows_or_split_documents(tmp_path: Path) -> None:
     assert windows.fingerprint != alone.fingerprint
 
 
-@settings(max_examples=40)
+def test_documents_kept_apart_begin_at_position_0(tmp_path: Path) -> None:
+    path = texts(tmp_path / "a.jsonl", [2, 7, 4])
+    rows = rows_of(path, rules=RowRules(seq_len=6, isolate=True))
+    batch = rows.batch([0, 1])
+    assert batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
+    assert labels(batch) == [".a0.bb", ".bbb0."]  # a document's first token follows nothing
+    assert rows.fingerprint != rows_of(path, rules=RowRules(seq_len=6)).fingerprint
+
+
+def test_examples_kept_apart(tmp_path: Path) -> None:
+    rows = rows_of(pairs(tmp_path / "a.jsonl", [(1, 1), (2, 1), (3, 3)]), rules=RowRules(seq_len=8, isolate=True))
+    batch = rows.batch([0, 1])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]
+    assert labels(batch) == [".A0..B0", "...CCC0"]
+    # What fills a row up is a document of its own.
+    pair = rows_of(pairs(tmp_path / "b.jsonl", [(1, 1), (2, 2)]), rules=RowRules(seq_len=5, isolate=True)).batch([0, 1])
+    assert pair["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+
+
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=40),
     seq_len=st.integers(13, 40),
@@ -128,8 +148,11 @@ def test_labels_are_part_of_the_fingerprint(tmp_path: Path) -> None:
 
 def test_what_has_no_documents_cannot_be_padded(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", np.arange(64, dtype=np.uint8))
-    with pytest.raises(DataError, match=r"t\.npy: token files do not tell documents apart, as --no-pack needs; leave"):
-        rows_of(tmp_path / "t.npy", rules=RowRules(seq_len=8, pack=False))
+    for option, rules in (
+        ("--no-pack", RowRules(seq_len=8, pack=False)), ("--isolate-documents", RowRules(seq_len=8, isolate=True))
+    ):
+        with pytest.raises(DataError, match=rf"t\.npy: token files do not tell documents apart, as {option} needs;"):
+            rows_of(tmp_path / "t.npy", rules=rules)
 
 
 def test_examples_and_text_are_not_trained_on_at_once(tmp_path: Path) -> None:

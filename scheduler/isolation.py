@@ -1,0 +1,134 @@
+"""Whether a model keeps the documents of a packed row apart when their positions begin anew: tried, not believed.
+
+Each kind of layer is run on a dozen tokens with made-up weights, once with another document before its own and once
+without. `stages.py` runs the layers; what rows are made of is for the tools.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hoist.scheduler.context import Context, LayerCall, TensorRef
+from hoist.scheduler.errors import ModelError
+from hoist.scheduler.models import private_rng
+from hoist.scheduler.stages import LayerStage, Stage, StagedModel
+
+#: Tokens of the document that must not be seen, and of the one that must not see it.
+_OTHER, _OWN = 5, 6
+#: Of what the other document changes where nothing keeps it away, so much may be rounding.
+_ROUNDING_SHARE = 1e-3
+#: And so much of the numbers themselves.
+_ROUNDING = 1e-5
+_SEED = 20
+#: Dimensions of a matrix.
+_MATRIX = 2
+
+
+def check_isolation(model: StagedModel) -> None:
+    """Raise ModelError, which names model and layer, unless ``position_ids`` that begin anew separate documents.
+
+    Nothing of the model may be bound. Torch's generators and the model's mode are left as they were. Takes the memory
+    of the largest weight, or of a layer's experts, for a moment.
+    """
+    name = type(model.model).__name__
+    if "position_ids" not in inspect.signature(model.model.forward).parameters:
+        raise ModelError(f"{name} takes no position_ids, by which documents are told apart")
+    was_training = model.model.training
+    model.model.eval()
+    try:
+        with private_rng(_SEED), torch.no_grad():
+            _check(model, name)
+    finally:
+        model.model.train(was_training)
+
+
+def _check(model: StagedModel, name: str) -> None:
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    ids = torch.randint(vocab_size, (1, _OTHER + _OWN))
+    own = torch.arange(_OWN)[None]
+    batches = {
+        "apart": {"input_ids": ids, "position_ids": torch.cat([torch.arange(_OTHER)[None], own], dim=1)},
+        "together": {"input_ids": ids},
+        "alone": {"input_ids": ids[:, _OTHER:], "position_ids": own},
+    }
+    embed = model.embed
+    embed.bind(_made_up(model, embed))
+    try:
+        started = {key: embed.forward(batch) for key, batch in batches.items()}
+    finally:
+        embed.unbind(forget=True)
+    hidden = {key: found for key, (found, _) in started.items()}
+    contexts = {key: context for key, (_, context) in started.items()}
+    if _leaks(hidden):
+        raise ModelError(f"{name}: what it makes of a document before its layers depends on the one before")
+    seen: set[object] = set()
+    for layer in model.layers:
+        key = (_signature(layer), tuple(_calls(context, layer) for context in contexts.values()))
+        if key not in seen:
+            seen.add(key)
+            _check_layer(model, layer, torch.randn_like(hidden["together"]), contexts, name)
+
+
+def _check_layer(
+    model: StagedModel, layer: LayerStage, given: Tensor, contexts: Mapping[str, Context], name: str
+) -> None:
+    layer.bind(_made_up(model, layer))
+    try:
+        found = {
+            key: layer.forward(given[:, _OTHER:].clone() if key == "alone" else given.clone(), context)
+            for key, context in contexts.items()
+        }
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a layer raises on so few tokens
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name}: whether {layer.name} keeps documents apart cannot be tried ({reason})") from error
+    finally:
+        layer.unbind(forget=True)
+    if _leaks(found):
+        raise ModelError(f"{name}: {layer.name} mixes the documents of a packed row, wherever positions begin anew")
+
+
+def _leaks(found: Mapping[str, Tensor]) -> bool:
+    """Whether the second document comes out otherwise than without the first one."""
+    own = {key: value[:, -_OWN:] for key, value in found.items()}
+    apart, together = ((own[key] - own["alone"]).abs().max() for key in ("apart", "together"))
+    allowed = _ROUNDING_SHARE * together + _ROUNDING * own["alone"].abs().max()
+    return not bool(apart <= allowed)  # numbers that are none leak
+
+
+def _signature(stage: Stage) -> object:
+    """Layers that agree in this and in how they are called are one kind."""
+    return tuple((spec.shape, spec.dtype) for spec in stage.tensors), len(stage.borrowed)
+
+
+def _calls(context: Context, layer: LayerStage) -> object:
+    """What a layer is called with, tensors by their numbers."""
+    call: LayerCall = context.calls[layer.index - 1]
+
+    def shown(value: object) -> object:
+        if isinstance(value, TensorRef):
+            return value
+        return tuple(map(shown, value)) if isinstance(value, list | tuple) else repr(value)
+
+    return tuple(map(shown, call.args)), tuple((key, shown(value)) for key, value in sorted(call.kwargs.items()))
+
+
+def _made_up(model: StagedModel, stage: Stage) -> dict[str, Tensor]:
+    """Values for all that a stage uses: different in every row and column; vectors and matrices take no memory."""
+    values: dict[str, Tensor] = {}
+    for name in (*(spec.name for spec in stage.tensors), *stage.borrowed):
+        _, spec = model.tensor(name)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if not dtype.is_floating_point or not spec.shape:
+            values[name] = torch.ones(spec.shape, dtype=dtype)
+            continue
+        numbers = torch.randn(sum(spec.shape)) / max(1, spec.shape[-1] if len(spec.shape) > 1 else 1) ** 0.5
+        values[name] = numbers.to(dtype).as_strided(spec.shape, (1,) * len(spec.shape))
+        if len(spec.shape) > _MATRIX:  # experts' grouped products take no such strides
+            values[name] = values[name].contiguous()
+    return values
