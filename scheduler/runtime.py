@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
+from hoist.scheduler.boundary import pack, unpack
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
@@ -23,7 +24,7 @@ from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers
 from hoist.scheduler.read_check import ReadCheck
-from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_tuple
 from hoist.scheduler.step_state import StepState
 from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
@@ -54,6 +55,12 @@ def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
 def _boundary(op: Op, offset: int) -> Item:
     """The boundary activation behind stage ``op.stage + offset`` for the op's micro-batch."""
     return Item(ItemKind.ACTIVATION, op.stage + offset, op.micro_batch)
+
+
+def _as_leaves(slots: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors in a slot as autograd starts from them; those that have no gradient as they are."""
+    # .data: a version counter of its own (see stages.py)
+    return tuple(slot.data.requires_grad_() if slot.is_floating_point() else slot.data for slot in slots)
 
 
 def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
@@ -313,11 +320,10 @@ class Runtime:
         """Dropout masks depend on (seed, step, stage, micro-batch) alone: the same in recomputation, in any order."""
         torch.default_generator.manual_seed(mask_seed(self._seed, state.step, op.stage, op.micro_batch))
 
-    def _activation(self, slot: int, shape: Sequence[int]) -> Tensor:
-        count = 1
-        for side in shape:
-            count *= side
-        return self._places.activations[slot].view(torch.float32)[:count].view(tuple(shape))
+    def _boundary_tensors(self, op: Op, offset: int, state: StepState) -> list[Tensor]:
+        """What lies in the op's slot between its stage and the next (0), or the one before (-1)."""
+        slot = op.slot if offset else op.output_slot
+        return unpack(self._places.activations[slot], state.boundaries[op.stage + offset, op.micro_batch])
 
     def _context(self, op: Op, state: StepState) -> Context:
         context = state.contexts[op.micro_batch]
@@ -330,20 +336,22 @@ class Runtime:
         self._seed_for(op, state)
         with torch.no_grad():
             if isinstance(stage, EmbedStage):
-                hidden, context = stage.forward(state.batches[op.micro_batch])
+                carried, context = stage.forward(state.batches[op.micro_batch])
                 for other in state.contexts:
                     if other is not None:
                         context = context.share_with(other)
                 state.contexts[op.micro_batch] = context
-                state.shapes[op.micro_batch] = tuple(hidden.shape)
             elif isinstance(stage, LayerStage):
                 self._manager.need(_boundary(op, -1), op.slot)
-                source = self._activation(op.slot, state.shapes[op.micro_batch])
-                hidden = stage.forward(source, self._context(op, state))
+                sources = self._boundary_tensors(op, -1, state)
+                carried = stage.forward(tuple(sources), self._context(op, state))
             else:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
-            self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
+            values = as_tuple(carried)
+            state.boundaries[op.stage, op.micro_batch] = pack(values)
+            for target, value in zip(self._boundary_tensors(op, 0, state), values, strict=True):
+                target.copy_(value)
 
     def _loss(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -351,36 +359,39 @@ class Runtime:
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
-        slot = self._activation(op.slot, state.shapes[op.micro_batch])
-        hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
+        slots = self._boundary_tensors(op, -1, state)
+        sources = _as_leaves(slots)
         self._seed_for(op, state)
         with self._direct[op.stage]:
-            loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
-        self._run_backward(op, state, loss, None)
+            loss = stage.forward(sources, state.batches[op.micro_batch], self._context(op, state), state.num_items)
+        self._run_backward(op, state, [loss], None)
         state.losses[op.micro_batch] = loss.detach()
-        self._keep_input_gradient(slot, hidden)
+        self._keep_input_gradients(op, state, slots, sources)
         self._manager.modify(_boundary(op, -1))
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
-        shape = state.shapes[op.micro_batch]
         self._manager.need(_boundary(op, 0), op.output_slot)
         self._own_gradient(op)
-        gradient = self._activation(op.output_slot, shape)
+        missing = state.without_gradient.pop((op.stage, op.micro_batch), frozenset())
+        gradients = [
+            None if position in missing or not tensor.is_floating_point() else tensor
+            for position, tensor in enumerate(self._boundary_tensors(op, 0, state))
+        ]
         self._seed_for(op, state)
         if isinstance(stage, EmbedStage):
             with self._direct[op.stage]:
-                hidden, _ = stage.forward(state.batches[op.micro_batch])
-            self._run_backward(op, state, hidden, gradient)
+                carried, _ = stage.forward(state.batches[op.micro_batch])
+            self._run_backward(op, state, as_tuple(carried), gradients)
             state.contexts[op.micro_batch] = None
         elif isinstance(stage, LayerStage):
             self._manager.need(_boundary(op, -1), op.slot)
-            slot = self._activation(op.slot, shape)
-            source = slot.data.requires_grad_()
+            slots = self._boundary_tensors(op, -1, state)
+            sources = _as_leaves(slots)
             with self._direct[op.stage]:
-                output = stage.forward(source, self._context(op, state))
-            self._run_backward(op, state, output, gradient)
-            self._keep_input_gradient(slot, source)
+                carried = stage.forward(sources, self._context(op, state))
+            self._run_backward(op, state, as_tuple(carried), gradients)
+            self._keep_input_gradients(op, state, slots, sources)
             self._manager.modify(_boundary(op, -1))
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
@@ -395,22 +406,35 @@ class Runtime:
         else:
             self._manager.modify(item)
 
-    def _run_backward(self, op: Op, state: StepState, output: Tensor, gradient: Tensor | None) -> None:
-        if not output.requires_grad:
+    def _run_backward(
+        self, op: Op, state: StepState, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
+    ) -> None:
+        if gradients is not None:
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        outputs = [output for output in outputs if output.requires_grad]
+        if not outputs:
             return  # nothing trainable on the way
         self._backward = (state, op.stage)
         try:
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._backward = None
 
     @staticmethod
-    def _keep_input_gradient(slot: Tensor, source: Tensor) -> None:
+    def _keep_input_gradients(op: Op, state: StepState, slots: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """The gradient of a stage's input takes the place of that input, which is not needed any more."""
-        if source.grad is None:
-            slot.zero_()
-        else:
-            slot.copy_(source.grad)
+        missing = set()
+        for position, (slot, source) in enumerate(zip(slots, sources, strict=True)):
+            if source.grad is not None:
+                slot.copy_(source.grad)
+            else:
+                missing.add(position)
+        state.without_gradient[op.stage - 1, op.micro_batch] = frozenset(missing)
 
     # ------------------------------------------------------------------ gradients
 

@@ -51,8 +51,6 @@ class Setup:
     loans: dict[str, PlacedTensor]
     """Trainable tensors that some stage borrows, by name."""
     memory: MemoryPlan
-    hidden_shape: tuple[int, ...]
-    """Shape of the largest boundary activation."""
     scratch_activation_bytes: int
     """NVMe scratch for boundary activations: all of a step's, or 0 if none is ever spilled."""
     scratch_gradient_bytes: int
@@ -135,9 +133,6 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
     found = workspace.measure(model, {"input_ids": tokens, "labels": tokens})
-    hidden_bytes = FLOAT_BYTES
-    for side in found.hidden_shape:
-        hidden_bytes *= side
     batch_bytes = 2 * tokens.nbytes
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in placed.values()), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
@@ -154,7 +149,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         ),
         loan_bytes=loan_bytes(loans),
         block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
-        activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
+        activation_bytes=round_up(found.boundary_bytes, PAGE_BYTES),
         num_boundaries=(len(layouts) - 1) * config.num_micro_batches,
         # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.
         context_bytes=2 * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
@@ -184,7 +179,6 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         borrowed=borrowed,
         loans=loans,
         memory=division,
-        hidden_shape=found.hidden_shape,
         scratch_activation_bytes=demand.num_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
         scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
         stash_bytes=sum(stage.gradients for stage in demand.stages) if largest.stashed_gradients else 0,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +21,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
-from hoist.scheduler.context import Context
+from hoist.scheduler.boundary import Packed, pack, packed_bytes
+from hoist.scheduler.context import Context, TensorRef, Value, leaves
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, as_tuple
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
-
-#: Activations are float32.
-_FLOAT_BYTES = 4
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspaces:
@@ -40,8 +37,8 @@ class Workspaces:
     """Bytes beside the arena, per stage: saved activations, temporaries, one weight's gradient."""
     in_heap: tuple[int, ...]
     """Per stage, the most bytes at once in tensors that are too small for a mapping of their own (`tiers/heap.py`)."""
-    hidden_shape: tuple[int, ...]
-    """Shape of a boundary activation."""
+    boundary_bytes: int
+    """Bytes of the largest boundary activation."""
     context_bytes: int
     """Masks, positions and rotary tables of one micro-batch."""
 
@@ -109,23 +106,28 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
     try:
         tracker = _LiveBytes()
         with private_rng(), torch.no_grad(), tracker:
-            hidden, context = embed.forward(batch)
+            carried, context = embed.forward(batch)
         live = tracker.peak_bytes
     finally:
         embed.unbind(forget=True)
-    hidden_bytes = hidden.numel() * _FLOAT_BYTES
+    entering = pack(as_tuple(carried))
+    del carried
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
-    found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
-    known: dict[object, _Peaks] = {}
+    live += 4 * packed_bytes(entering)
+    found = [_Peaks(live, live)]
+    boundary_bytes = packed_bytes(entering)
+    known: dict[object, tuple[_Peaks, tuple[Packed, ...]]] = {}
     for stage in model.stages[1:]:
-        key = _signature(stage, context)
+        key = (_signature(stage, context, entering), tuple((place.shape, place.dtype) for place in entering))
         if key not in known:
-            known[key] = _measure_stage(model, stage, hidden, batch, context)
-        found.append(known[key])
+            known[key] = _measure_stage(model, stage, entering, batch, context)
+        peaks, entering = known[key]
+        boundary_bytes = max(boundary_bytes, packed_bytes(entering))
+        found.append(peaks)
     return Workspaces(
         stages=tuple(peaks.all_bytes for peaks in found),
         in_heap=tuple(peaks.heap_bytes for peaks in found),
-        hidden_shape=tuple(hidden.shape),
+        boundary_bytes=boundary_bytes,
         context_bytes=context.num_bytes,
     )
 
@@ -140,32 +142,38 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
     return scalar.expand(spec.shape)
 
 
-def _signature(stage: Stage, context: Context) -> object:
+def _signature(stage: Stage, context: Context, entering: Sequence[Packed]) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
-    hidden = torch.empty(0)
-    args, kwargs = context.arguments(stage.index - 1, hidden)
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) and leaf is not hidden else None
-        for leaf in pytree.tree_leaves((args, kwargs))
-    )
-    return (type(stage), shapes, described)
+    layer = stage.index - 1
+    call = context.calls[layer]
+    position = {value: number for number, value in enumerate(context.boundaries[layer])}
+
+    def described(leaf: object) -> object:
+        if isinstance(leaf, TensorRef):
+            tensor = context.tensors[leaf.index]
+            return tuple(tensor.shape), tensor.dtype
+        return position.get(leaf) if isinstance(leaf, Value) else None
+
+    glue = tuple(getattr(entry.func, "__name__", "") for entry in call.before)
+    passed = tuple(position.get(value, -1) for value in context.boundaries[layer + 1])
+    return (type(stage), shapes, tuple(described(leaf) for leaf in leaves((call.args, call.kwargs))), glue, passed)
 
 
 def _measure_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context
-) -> _Peaks:
+    model: StagedModel, stage: Stage, entering: Sequence[Packed], batch: Mapping[str, Tensor], context: Context
+) -> tuple[_Peaks, tuple[Packed, ...]]:
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
-        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return _run_stage(model, stage, entering, batch, context, FakeTensorMode(allow_non_fake_inputs=True))
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, None)
+        return _run_stage(model, stage, entering, batch, context, None)
     finally:
         torch_logger.setLevel(level)
 
@@ -173,21 +181,23 @@ def _measure_stage(
 def _run_stage(
     model: StagedModel,
     stage: Stage,
-    hidden: Tensor,
+    entering: Sequence[Packed],
     batch: Mapping[str, Tensor],
     context: Context,
     mode: FakeTensorMode | None,
-) -> _Peaks:
-    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros."""
+) -> tuple[_Peaks, tuple[Packed, ...]]:
+    """Peak bytes of one forward and backward, and what it hands on; without ``mode`` it is run for real, on zeros."""
 
     def given(tensor: Tensor) -> Tensor:
         return tensor if mode is None else mode.from_tensor(tensor)
 
+    leaving: tuple[Packed, ...] = ()
     with mode or nullcontext():
-        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True)
-        output_gradient = torch.zeros(hidden.shape, dtype=hidden.dtype)
+        sources = tuple(
+            torch.zeros(place.shape, dtype=place.dtype, requires_grad=place.has_gradient) for place in entering
+        )
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
-        fake_context = Context(tensors=tuple(given(tensor) for tensor in context.tensors), calls=context.calls)
+        fake_context = replace(context, tensors=tuple(given(tensor) for tensor in context.tensors))
         values = {
             spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in (model.tensor(name)[1] for name in _names(stage))
@@ -196,7 +206,7 @@ def _run_stage(
     try:
         targets: dict[Tensor, Target] = {}
         with mode or nullcontext():
-            block = torch.empty(max(block_elements(value.shape) for value in values.values()))
+            block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
             for parameter in stage.parameters().values():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -206,17 +216,22 @@ def _run_stage(
         with mode or nullcontext(), tracker, private_rng():
             if isinstance(stage, HeadStage):
                 with direct:
-                    loss = stage.forward(source, fake_batch, fake_context, 1)
-                loss.backward()
+                    loss = stage.forward(sources, fake_batch, fake_context, 1)
+                if loss.requires_grad:
+                    loss.backward()
             elif isinstance(stage, LayerStage):
                 with direct:
-                    output = stage.forward(source, fake_context)
-                torch.autograd.backward(output, output_gradient)
+                    carried = as_tuple(stage.forward(sources, fake_context))
+                leaving = pack(carried)
+                outputs = [value for value in carried if value.requires_grad]
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.zeros_like(value) for value in outputs])
+                del carried, outputs
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:
         stage.unbind(forget=True)
-    return _Peaks(tracker.peak_bytes, tracker.peak_heap_bytes)
+    return _Peaks(tracker.peak_bytes, tracker.peak_heap_bytes), leaving
 
 
 def _drop_gradient(parameter: Tensor) -> None:
