@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hoist.scheduler.boundary import as_leaves, keep_gradients
 from hoist.scheduler.context import Context
 from hoist.scheduler.head_probe import shifted_labels
-from hoist.scheduler.stages import Batch, HeadStage
+from hoist.scheduler.stages import Batch, HeadStage, as_carried
 
 #: A slice's logits may take this much as float32, if nothing else is asked for,
 SLICE_BYTES = 32 * 2**20
@@ -70,17 +71,17 @@ class HeadLoss:
         self._head = head
         self._configured = slice_tokens
 
-    def parts(self, hidden: Tensor) -> Sequence[Part]:
-        """How a micro-batch is cut whose last hidden state is [B, S, H]; one part: it is not."""
+    def parts(self, carried: Sequence[Tensor]) -> Sequence[Part]:
+        """How a micro-batch is cut whose head is given ``carried``: where it is cut, a last hidden state [B, S, H]."""
         vocab_width = self._head.token_wise_width
         if not vocab_width:
             return [Part(rows=slice(None), columns=slice(None))]
-        num_rows, num_tokens, hidden_width = hidden.shape
+        num_rows, num_tokens, hidden_width = carried[0].shape
         return parts(num_rows, num_tokens, self._configured or slice_tokens(vocab_width, hidden_width))
 
     def train(
         self,
-        hidden: Tensor,
+        carried: Sequence[Tensor],
         batch: Batch,
         context: Context,
         num_items: float,
@@ -88,28 +89,26 @@ class HeadLoss:
         mode: AbstractContextManager[object],
         backward: Callable[[Tensor], None],
         hands_down: bool = True,
-    ) -> Tensor:
+    ) -> tuple[Tensor, frozenset[int]]:
         """The loss, 0-d float32, as :meth:`HeadStage.forward` has it; and its gradients.
 
-        ``hidden``, float32 [B, S, H] without a gradient, is overwritten by the gradient of the loss, slice by slice.
-        Without ``hands_down`` nobody wants that gradient: none is made, and ``hidden`` stays as it is.
-        ``mode`` is entered around each forward, ``backward`` is given each slice's loss. With one slice everything is
-        bit for bit as without slices; with several the sums over tokens are made in parts, and differ in rounding. A
-        slice that has no counted label is passed over: its gradient is zero.
+        ``carried``, what the head is given, is overwritten by the gradients of the loss, slice by slice; returned are
+        also the positions of those tensors that have none. Without ``hands_down`` nobody wants these gradients: none
+        are made, and ``carried`` stays as it is. ``mode`` is entered around each forward, ``backward`` is given each
+        slice's loss. With one slice everything is bit for bit as without slices; with several the sums over tokens are
+        made in parts, and differ in rounding. A slice that has no counted label is passed over: its gradient is zero.
 
         Raises:
             ConfigError: ``num_items`` is not positive.
         """
-        cut = self.parts(hidden)
+        cut = self.parts(carried)
         if len(cut) == 1:
             with mode:
-                # .data: a version counter of its own (see stages.py)
-                source = hidden.data.requires_grad_(hands_down)
-                loss = self._head.forward(source, batch, context, num_items)
+                sources = as_leaves(carried, wanted=hands_down)
+                loss = self._head.forward(as_carried(sources), batch, context, num_items)
             backward(loss)
-            if hands_down:
-                keep_gradient(hidden, source)
-            return loss.detach()
+            return loss.detach(), keep_gradients(carried, sources) if hands_down else frozenset()
+        (hidden,) = carried
         labels = shifted_labels(batch["labels"])
         total = torch.zeros((), dtype=torch.float64)
         for part in cut:
@@ -118,37 +117,29 @@ class HeadLoss:
                 if hands_down:
                     place.zero_()
                 continue
-            source = place.data.requires_grad_(hands_down)
+            sources = as_leaves([place], wanted=hands_down)
             with mode:
-                loss = self._head.slice_loss(source, part.of(batch["input_ids"]), part.of(labels), num_items)
+                loss = self._head.slice_loss(sources[0], part.of(batch["input_ids"]), part.of(labels), num_items)
             backward(loss)
-            if hands_down:
-                keep_gradient(place, source)
+            if hands_down and keep_gradients([place], sources):
+                place.zero_()
             total += loss.detach()
-        return total.float()
+        return total.float(), frozenset()
 
-    def evaluate(self, hidden: Tensor, batch: Batch, context: Context, num_items: float) -> Tensor:
+    def evaluate(self, carried: Sequence[Tensor], batch: Batch, context: Context, num_items: float) -> Tensor:
         """The loss, 0-d float32, as :meth:`train` has it for the same arguments, without gradients.
 
-        ``hidden``, [B, S, H], stays as it is. The head must be bound.
+        ``carried`` stays as it is. The head must be bound.
         """
-        cut = self.parts(hidden)
+        cut = self.parts(carried)
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
             if len(cut) == 1:
-                return self._head.forward(hidden, batch, context, num_items)
+                return self._head.forward(as_carried(carried), batch, context, num_items)
+            (hidden,) = carried
             labels = shifted_labels(batch["labels"])
             for part in cut:
                 if not bool((part.of(labels) == -100).all()):
                     ids = part.of(batch["input_ids"])
                     total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), num_items)
         return total.float()
-
-
-def keep_gradient(place: Tensor, source: Tensor) -> None:
-    """Put the gradient of a stage's input, ``source``, into the place of that input, which is not needed any more."""
-    if source.grad is None:
-        place.zero_()
-    else:
-        place.copy_(source.grad)
-        source.grad = None

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as hf_initialization
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hoist.scheduler.errors import ConfigError, ModelError
 
@@ -56,7 +57,7 @@ def build_model(
         raise ConfigError(f"dropout is {dropout}; allowed are probabilities from 0 to below 1")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{type(config).__name__}: quantized weights cannot be trained; give the unquantized ones")
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{type(config).__name__}: an encoder-decoder; only decoder-only causal LMs can be staged")
     config = copy.deepcopy(config)
     for flag in ("output_hidden_states", "output_attentions"):
@@ -248,6 +249,7 @@ def _materialize_buffers(model: PreTrainedModel) -> None:
     what then differs, or is NaN, nobody has filled.
     """
     names = {id(module): name for name, module in model.named_modules()}
+    unfilled: list[tuple[nn.Module, str, str]] = []
     for module, owner in _modules_with_owner(model):
         buffers = {name: module._buffers.get(name) for name in sorted(module._non_persistent_buffers_set)}
         mine = {name: buffer for name, buffer in buffers.items() if buffer is not None and buffer.is_meta}
@@ -262,10 +264,30 @@ def _materialize_buffers(model: PreTrainedModel) -> None:
                 results.append({name: _real(module, name) for name in mine})
         for name, first in results[0].items():
             if not torch.equal(first, results[1][name]):
-                raise ModelError(
-                    f"{type(model).__name__}: buffer {names[id(module)]}.{name} is computed where the model is "
-                    "constructed, and cannot be built without the weights; this architecture cannot be staged"
-                )
+                unfilled.append((module, names[id(module)], name))
+    if unfilled:
+        constructed = dict(_with_real_buffers(model).named_modules())
+        for module, path, name in unfilled:
+            module._buffers[name] = constructed[path]._buffers[name]
+
+
+def _with_real_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """The model constructed once more, each parameter put on meta as soon as it is made: its buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    patched: Any = nn.Module  # what nn.Module calls for each parameter
+    patched.register_parameter = on_meta
+    try:
+        with private_rng(), hf_initialization.no_init_weights():
+            made: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+            return made
+    finally:
+        patched.register_parameter = register
 
 
 def _filled(like: torch.Tensor, fill_high: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.context import HIDDEN, Context, LayerCall
+from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import Location, absent, make_absent, private_rng, shared_locations, stage_seed
 from hoist.scheduler.stages import Batch, EmbedStage, HeadStage, LayerStage, Stage, StagedModel, make_weight
@@ -119,11 +119,10 @@ class FirstModule(_ModuleStage, EmbedStage):
     """The first module: it is given the micro-batch's inputs."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Context]:
-        """The first hidden state; the context only says that the others take nothing but that."""
+        """The first hidden state; the context is empty, as the others take nothing but that."""
         with self._running():
             hidden = self._hidden(self._module(batch[INPUTS]))
-        call = LayerCall(args=(HIDDEN,), kwargs={})
-        return hidden, Context(tensors=(), calls=(call,) * (len(self._model_list) - 2))
+        return hidden, Context(tensors=(), calls=())
 
     _model_list: Sequence[nn.Module]
 

@@ -1,33 +1,35 @@
-"""Finds a model's decoder stack by running its forward with the layers replaced, and how layers are called.
+"""Finds a model's decoder stack by running its forward with the layers watched, and stands in for the layers later.
 
-The stages themselves are `stages.py`; here is only what stands in for the layers while another stage runs.
+The stages themselves are `stages.py`; how tensors are followed outside the layers is `tape.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hoist.scheduler.context import Context, ContextBuilder, Slot
+from hoist.scheduler.context import Context, LayerCall, Value, leaves, make_context, rebuild, same_structure
 from hoist.scheduler.errors import ModelError
-from hoist.scheduler.models import private_rng
+from hoist.scheduler.models import locations, private_rng
+from hoist.scheduler.tape import Tape, flow, prune, weights_in
 
 logger = logging.getLogger(__name__)
 
 #: Called in a layer's place with the layer and its arguments.
 Handler = Callable[..., object]
 
-#: Rows and tokens of the probe's batch: different, and neither 1, so that a wrong axis shows.
-_PROBE_ROWS, _PROBE_TOKENS = 2, 5
+#: Rows and tokens of the probe's batch: different primes, so that a wrong axis shows and sizes can be told.
+_PROBE_ROWS, _PROBE_TOKENS = 3, 7
 
 
 class Stop(BaseException):
@@ -35,97 +37,240 @@ class Stop(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What the model takes from a layer: a tensor (``length`` 0), or a tuple of which it reads ``length`` items."""
+class Blank:
+    """Stands for a tensor in what a layer gives back."""
 
-    length: int
+    leaf: int
+    shape: tuple[int, ...]
+    """As of the probe."""
+    dtype: torch.dtype
 
-    def wrap(self, hidden: torch.Tensor) -> object:
-        """``hidden`` as a layer would return it."""
-        return hidden if self.length == 0 else (hidden, *[None] * (self.length - 1))
+    def tensor(self, rows: int, tokens: int, made: dict[object, Tensor]) -> Tensor:
+        """A tensor of this shape for a batch of ``rows`` x ``tokens``; what it holds is no use.
 
-    def unwrap(self, result: object) -> torch.Tensor | None:
-        """The hidden state in what a layer returned; None if the model would hand on more than that."""
-        if isinstance(result, torch.Tensor):
-            return result if self.length == 0 else None
-        if not isinstance(result, tuple | list) or not result or not isinstance(result[0], torch.Tensor):
+        Those of one shape lie on one memory, which ``made`` keeps.
+        """
+        sizes = {_PROBE_ROWS: rows, _PROBE_TOKENS: tokens, _PROBE_ROWS * _PROBE_TOKENS: rows * tokens}
+        shape = tuple(sizes.get(side, side) for side in self.shape)
+        if (shape, self.dtype) not in made:
+            nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+            made[shape, self.dtype] = torch.full(shape, nothing, dtype=self.dtype)
+        return made[shape, self.dtype].view(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a layer gives back: its result, and what it puts into dicts that it is given."""
+
+    result: Any
+    """With :class:`Blank` for tensors."""
+    stores: tuple[tuple[int | str, object, Any], ...] = ()
+    """Argument, key, and what is stored there, with :class:`Blank` for tensors."""
+    grad: bool = True
+    """The model calls the layer with gradients enabled."""
+    reads: tuple[tuple[int | str, frozenset[object]], ...] = ()
+    """Arguments that are dicts, and the keys of each that the layer reads; it is given only those."""
+
+    def blanks(self) -> list[Blank]:
+        """In the order of their leaves."""
+        return [leaf for leaf in leaves((self.result, [item for *_, item in self.stores])) if isinstance(leaf, Blank)]
+
+    def tensors(self, result: object, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[int, Tensor] | None:
+        """The tensors that a layer gave back, by leaf; None if there are others than the probe saw."""
+        stored: list[object] = []
+        for where, key, _ in self.stores:
+            container = _argument(args, kwargs, where)
+            if not isinstance(container, MutableMapping) or key not in container:
+                return None
+            stored.append(container[key])
+        found = [leaf for leaf in leaves((result, stored)) if isinstance(leaf, Tensor)]
+        blanks = self.blanks()
+        if len(found) != len(blanks):
             return None
-        # with length 1 the model does not look at what comes after the hidden state
-        return result[0] if self.length == 1 or all(item is None for item in result[1:]) else None
+        return {blank.leaf: tensor for blank, tensor in zip(blanks, found, strict=True)}
+
+    def give(self, fill: Callable[[Blank], Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """What stands in for the layer's result; what it stores is put where it would be."""
+
+        def filled(leaf: object) -> object:
+            return fill(leaf) if isinstance(leaf, Blank) else leaf
+
+        for where, key, item in self.stores:
+            container = _argument(args, kwargs, where)
+            if isinstance(container, MutableMapping):
+                container[key] = rebuild(item, filled)
+        return rebuild(self.result, filled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """The decoder layers in the order of the forward, and how the model calls them."""
+    """The decoder layers in the order of the forward, and what passes between them."""
 
     layers: tuple[nn.Module, ...]
     """One per call: a layer that is called twice is here twice."""
-    form: Form
-    """What the model takes from a layer."""
-    slot: Slot
-    """The argument that carries the hidden state."""
-    width: int
-    """Elements of the hidden state per token."""
+    answers: tuple[Answer, ...]
+    """One per call."""
+    into_head: tuple[Value, ...]
+    """What the code after the last layer uses."""
+    num_calls: int
+    """Torch calls that the tape noted up to the last layer."""
     used_before: frozenset[int]
-    """Addresses of the storages that the forward uses outside the layers, up to the last layer."""
+    """Addresses of the storages that the forward uses before the first layer."""
+    used_between: frozenset[int]
+    """The same, between the first layer and the last."""
     used_after: frozenset[int]
     """The same, after the last layer."""
+    changed_in_head: bool
+    """The code after the last layer changes tensors in place, which autograd's leaves do not take."""
+    without_gradients: frozenset[tuple[int, int]]
+    """Torch calls between layers that the model makes with gradients disabled: segment, number within it."""
+    weights: tuple[frozenset[str], ...]
+    """Per call, the weights that the code before it uses, as far as it is replayed with the layer."""
 
-    def recorder(self, owner: str) -> Recorder:
+    @property
+    def head_width(self) -> int:
+        """Width of the hidden state that the head is given, if it is given nothing else; otherwise 0."""
+        value = self.into_head[0]
+        if len(self.into_head) != 1 or value.kind != "layer":
+            return 0
+        blank = next(blank for blank in self.answers[value.number].blanks() if blank.leaf == value.leaf)
+        *rows_and_tokens, width = blank.tensor(_PROBE_ROWS, _PROBE_TOKENS, {}).shape
+        return int(width) if rows_and_tokens == [_PROBE_ROWS, _PROBE_TOKENS] else 0
+
+    @property
+    def substitutes(self) -> bool:
+        """Whether the head needs a tensor that no layer returned."""
+        return any(value.kind == "glue" for value in self.into_head)
+
+    def recorder(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Recorder:
         """A handler that records the calls of one forward and leaves it after the last layer."""
-        return Recorder(owner, self)
+        return Recorder(model, self, batch["input_ids"])
 
-    def injector(self, hidden: torch.Tensor) -> Handler:
-        """A handler that makes ``hidden`` what the layers return, and sets gradients as they are enabled now."""
+    @contextmanager
+    def injecting(self, model: PreTrainedModel, values: Mapping[Value, Tensor], ids: Tensor) -> Iterator[None]:
+        """Have the layers return ``values`` in the model's forward, with gradients off up to the last of them.
+
+        After that gradients are as they were on entry, and so are torch's random numbers.
+        """
         grad = torch.is_grad_enabled()
+        random = torch.get_rng_state()
+        tape = Tape(type(model).__name__, partial(weight_names, model))
+        if self.changed_in_head:
+            values = {value: tensor.clone() for value, tensor in values.items()}
+        tape.substitutes = {value: tensor for value, tensor in values.items() if value.kind == "glue"}
+        tape.records = False
+        number = 0
+        blanks: dict[object, Tensor] = {}
 
-        def inject(_layer: nn.Module, *_args: object, **_kwargs: object) -> object:
-            torch.set_grad_enabled(grad)
-            return self.form.wrap(hidden)
+        def inject(_layer: nn.Module, *args: object, **kwargs: object) -> object:
+            nonlocal number
+            call = number
+            number += 1
+            if call + 1 == len(self.layers):
+                torch.set_rng_state(random)
+                torch.set_grad_enabled(grad)
+                tape.changes_in_place = True
 
-        return inject
+            def fill(blank: Blank) -> Tensor:
+                value = Value("layer", call, blank.leaf)
+                tensor = values.get(value)
+                tensor = blank.tensor(ids.shape[0], ids.shape[1], blanks) if tensor is None else tensor
+                tape.name(tensor, value)
+                return tensor
+
+            tape.begin_segment(call + 1)
+            return self.answers[call].give(fill, args, kwargs)
+
+        with torch.no_grad(), intercepted(self.layers, inject), tape:
+            yield
 
 
 class Recorder:
-    """Stands in for the layers of one forward; checks that each is called in its turn, with what the last returned."""
+    """Stands in for the layers of one forward; checks that each is called in its turn."""
 
-    def __init__(self, owner: str, stack: Stack) -> None:
-        self._owner = owner
+    def __init__(self, model: PreTrainedModel, stack: Stack, ids: Tensor) -> None:
+        self._owner = type(model).__name__
         self._stack = stack
-        self._calls = 0
-        self._builder = ContextBuilder(owner)
-        self._first: torch.Tensor | None = None
-        self._current: torch.Tensor | None = None
+        self._ids = ids
+        self._calls: list[LayerCall] = []
+        self._blanks: dict[object, Tensor] = {}
+        self.tape = Tape(self._owner, partial(weight_names, model))
+        self.tape.changes_in_place = True  # until the first layer
+        self.tape.without_gradients = stack.without_gradients
+        self.tape.watched = frozenset(value for value in stack.into_head if value.kind == "glue")
 
     def __call__(self, layer: nn.Module, *args: object, **kwargs: object) -> object:
-        number = self._calls
+        number = len(self._calls)
         if layer is not self._stack.layers[number]:
             raise ModelError(f"{self._owner}: layer {number} was skipped or called out of turn; it cannot be staged")
-        hidden = argument(args, kwargs, self._stack.slot)
-        if not isinstance(hidden, torch.Tensor) or (self._current is not None and hidden is not self._current):
-            raise ModelError(f"{self._owner}: layer {number} is not given what layer {number - 1} returned")
-        if self._first is None:
-            self._first = hidden
-        self._builder.add(args, kwargs, self._stack.slot)
-        self._calls += 1
-        if self._calls == len(self._stack.layers):
+        answer = self._stack.answers[number]
+        self._calls.append(_recorded(self.tape, answer, args, kwargs))
+        self.tape.begin_segment(number + 1)
+        self.tape.changes_in_place = False
+        if len(self._calls) == len(self._stack.layers):
             raise Stop
-        # a new object for each layer, so that the next one's input can be told from it
-        self._current = self._first.detach()
-        return self._stack.form.wrap(self._current)
 
-    def result(self) -> tuple[torch.Tensor, Context]:
-        """The hidden state that the first layer was given, and the context of all.
+        def fill(blank: Blank) -> Tensor:
+            tensor = blank.tensor(self._ids.shape[0], self._ids.shape[1], self._blanks)
+            self.tape.name(tensor, Value("layer", number, blank.leaf))
+            return tensor
+
+        return answer.give(fill, args, kwargs)
+
+    def result(self) -> tuple[tuple[Tensor, ...], Context]:
+        """What the first layer's stage is given, and the context of all.
 
         Raises:
-            ModelError: not every layer was called.
+            ModelError: not every layer was called, or this forward runs through other code than the probe's.
         """
-        if self._first is None or self._calls != len(self._stack.layers):
+        if len(self._calls) != len(self._stack.layers):
             raise ModelError(
-                f"{self._owner}: this forward called {self._calls} of {len(self._stack.layers)} layers; "
+                f"{self._owner}: this forward called {len(self._calls)} of {len(self._stack.layers)} layers; "
                 "such models cannot be staged"
             )
-        return self._first, self._builder.build()
+        if self._stack.substitutes and self.tape.count != self._stack.num_calls:
+            raise ModelError(
+                f"{self._owner}: with these inputs its forward runs through other code than with input_ids alone, and "
+                "hands the head more than the last layer's output; give full windows without attention_mask"
+            )
+        found = flow(self._calls, self.tape.entries, self._stack.into_head)
+        context = make_context(self._owner, found.calls, found.boundaries)
+        return tuple(self.tape.used[value] for value in found.boundaries[0]), context
+
+
+def _recorded(tape: Tape, answer: Answer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> LayerCall:
+    """A layer's call with names for what depends on weights; dicts hold only what the layer reads of it."""
+    given = list(args), dict(kwargs)
+    for where, keys in answer.reads:
+        container = _argument(*given, where)
+        if isinstance(container, dict | UserDict):
+            items = {key: item for key, item in container.items() if key in keys or not _is_followed(tape, item)}
+            kept = items if isinstance(container, dict) else type(container)(items)
+            if isinstance(where, int):
+                given[0][where] = kept
+            else:
+                given[1][where] = kept
+    tape.paused = True
+    try:
+        return LayerCall(args=rebuild(tuple(given[0]), tape.reference), kwargs=rebuild(given[1], tape.reference))
+    finally:
+        tape.paused = False
+
+
+def _is_followed(tape: Tape, item: object) -> bool:
+    return any(isinstance(leaf, Tensor) and tape.value(leaf) is not None for leaf in leaves(item))
+
+
+def _argument(args: Sequence[object], kwargs: Mapping[str, object], where: int | str) -> object:
+    """The argument at a position or of a name, or None."""
+    if isinstance(where, str):
+        return kwargs.get(where)
+    return args[where] if where < len(args) else None
+
+
+def weight_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter and persistent buffer, by the id of what is there now."""
+    return {id(place.get()): place.name for place in locations(model)}
 
 
 @contextmanager
@@ -151,44 +296,42 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return inputs | {"use_cache": False, "return_dict": True}
 
 
-def argument(args: tuple[object, ...], kwargs: Mapping[str, object], slot: Slot) -> object:
-    """The argument at ``slot``, or None."""
-    if isinstance(slot, str):
-        return kwargs.get(slot)
-    return args[slot] if slot < len(args) else None
-
-
 def find_stack(model: PreTrainedModel) -> Stack:
     """The decoder stack of ``model``, whose weights are absent: the list of layers that its forward runs through.
 
-    Of several such lists the one with the most parameters is taken. Costs no memory for the weights' sake.
+    Of several such lists the one with the most parameters is taken, together with those of layers of the same kind.
+    Costs no memory for the weights' sake.
 
     Raises:
-        ModelError: there is none, or its layers hand on more than one hidden state.
+        ModelError: there is none, or what passes between its layers cannot be followed.
     """
     name = type(model).__name__
     faults: list[str] = []
     for path, layers in _candidates(model):
-        for length in range(5):
-            probe = _Probe(name, layers, Form(length))
-            try:
-                stack = probe.run(model)
-            except ModelError as error:
-                faults.append(str(error))
-            except Exception as error:  # whatever a model raises on an answer of the wrong form: the next one is tried
-                faults.append(f"{name}: {type(error).__name__}: {error}")
-            else:
-                _refuse_bidirectional(name, stack)
-                _check_loss(model, stack)
-                return stack
-            if probe.refused:
-                raise ModelError(f"{faults[-1]} (layers: {path})")
-    why = f"; of the lists tried: {faults[0].removeprefix(name + ': ')}" if faults else ""
+        try:
+            stack = _Probe(name, layers).run(model)
+        except Exception as error:  # whatever a model raises on numbers that are none: the next list is tried
+            fault = str(error).removeprefix(f"{name}: ") if isinstance(error, ModelError) else _described(error)
+            faults.append(f"{fault} (layers: {path})")
+            logger.debug("%s: %s", name, faults[-1], exc_info=True)
+            continue
+        _refuse_bidirectional(name, stack)
+        _check_loss(model, stack)
+        return stack
+    why = f"; of the lists tried: {faults[0]}" if faults else ""
     raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}")
 
 
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """Lists of modules that may be the stack, outermost ones only, those with the most parameters first."""
+    """Lists of modules that may be the stack, outermost ones only, those with the most parameters first.
+
+    Before each comes its union with the other lists that hold modules of one of its classes.
+    """
     found: list[tuple[str, tuple[nn.Module, ...]]] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer, _ in found)
@@ -198,108 +341,187 @@ def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
     def num_parameters(entry: tuple[str, tuple[nn.Module, ...]]) -> int:
         return sum(parameter.numel() for parameter in nn.ModuleList(entry[1]).parameters())
 
-    return sorted(found, key=num_parameters, reverse=True)
+    found.sort(key=num_parameters, reverse=True)
+    candidates: list[tuple[str, tuple[nn.Module, ...]]] = []
+    for path, layers in found:
+        kinds = {type(layer) for layer in layers}
+        alike = [other for other in found if kinds & {type(layer) for layer in other[1]}]
+        if len(alike) > 1:
+            candidates.append((", ".join(other for other, _ in alike), tuple(one for _, more in alike for one in more)))
+        candidates.append((path, layers))
+    return candidates
 
 
 class _Probe:
-    """One forward of a model on a tiny batch, with the modules of a list answered for in one form."""
+    """One forward of a model on a tiny batch, with the modules of some lists watched; weights are absent."""
 
-    def __init__(self, owner: str, layers: tuple[nn.Module, ...], form: Form) -> None:
-        #: Set when the fault would be the same in every form.
-        self.refused = False
+    def __init__(self, owner: str, layers: tuple[nn.Module, ...]) -> None:
         self._owner = owner
         self._layers = layers
-        self._form = form
-        self._calls: list[nn.Module] = []
-        self._slot: Slot = 0
-        self._shape: torch.Size | None = None
-        self._current: torch.Tensor | None = None
-        self._version = 0
-        self._builder = ContextBuilder(owner)
+        self._forwards = {id(layer): layer.forward for layer in layers}
+        self._called: list[nn.Module] = []
+        self._calls: list[LayerCall] = []
+        self._answers: list[Answer] = []
+        self._blanks: dict[object, Tensor] = {}
         self._usage = _Usage()
-        self._used_before: set[int] = set()
+        self._used: list[set[int]] = []
+        self._num_calls = 0
+        self._tape = Tape(owner, dict)
 
     def run(self, model: PreTrainedModel) -> Stack:
-        """The stack, if the model runs through the list and makes logits of what it returns."""
-        with private_rng(), torch.enable_grad(), intercepted(self._layers, self._answer), self._usage:
+        """Run the model, layers and all, on numbers that are none; see what depends on what."""
+        self._tape = tape = Tape(self._owner, partial(weight_names, model))
+        tape.notes_gradients = True
+        watched = intercepted(self._layers, self._answer)
+        with private_rng(), torch.enable_grad(), _integers_filled(model), watched, self._usage, tape:
             output = model(**model_inputs({"input_ids": _probe_ids(model)}))
-        if self._current is None:
+        self._used.append(self._usage.taken())
+        if not self._calls:
             raise ModelError(f"{self._owner}: the forward does not call the list")
-        uncalled = [n for n, layer in enumerate(self._layers) if not any(layer is called for called in self._calls)]
-        if uncalled:
-            raise ModelError(f"{self._owner}: the forward does not call layer {uncalled[0]} of {len(self._layers)}")
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != (_PROBE_ROWS, _PROBE_TOKENS):
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != (_PROBE_ROWS, _PROBE_TOKENS):
             raise ModelError(f"{self._owner}: the forward gives no logits for every token")
-        if not _depends_on(logits, self._current):
+        last = len(self._calls)
+        made = tape.value(logits)
+        after = [entry for entry in tape.entries if entry.segment == last]
+        into_head = prune(after, set() if made is None else {made})[1]
+        if not any(value.kind == "layer" and value.number == last - 1 for value in into_head):
             raise ModelError(f"{self._owner}: the logits do not depend on what the last layer returns")
+        found = flow(self._calls, tape.entries, into_head)
+        if not all(found.boundaries):
+            raise ModelError(f"{self._owner}: layer {found.boundaries.index(())} is given no hidden state")
+        make_context(self._owner, found.calls, found.boundaries)  # whatever is refused
         return Stack(
-            layers=tuple(self._calls),
-            form=self._form,
-            slot=self._slot,
-            width=self._current.shape[-1],
-            used_before=frozenset(self._used_before),
-            used_after=frozenset(self._usage.storages),
+            layers=tuple(self._called),
+            answers=tuple(self._answers),
+            into_head=found.boundaries[-1],
+            num_calls=self._num_calls,
+            used_before=frozenset(self._used[0]),
+            used_between=frozenset().union(*self._used[1:-1]),
+            used_after=frozenset(self._used[-1]),
+            changed_in_head=any(entry.changes_first for entry in after),
+            without_gradients=tape.without_gradients,
+            weights=tuple(frozenset(weights_in(call.before)) for call in found.calls),
         )
 
     def _answer(self, layer: nn.Module, *args: object, **kwargs: object) -> object:
-        """Take a layer's call: check its input, note the rest, return a new tensor that needs a gradient.
-
-        So whatever the model derives from it besides the next input is known by its gradient.
-        """
+        """Run a layer, and return new tensors in place of what it returns."""
         number = len(self._calls)
-        slot = _find_slot(args, kwargs, self._current)
-        if slot is None and number == 0:
-            raise ModelError(f"{self._owner}: the first layer is given no hidden state of shape [rows, tokens, width]")
-        if slot is None or (number > 0 and slot != self._slot):
-            raise ModelError(f"{self._owner}: layer {number} is not given what layer {number - 1} returned")
-        hidden = argument(args, kwargs, slot)
-        if not isinstance(hidden, torch.Tensor) or hidden._version != (self._version if number else hidden._version):
-            raise ModelError(f"{self._owner}: what layer {number - 1} returned is changed before layer {number}")
-        if self._shape is not None and hidden.shape != self._shape:
-            shapes = f"shape {tuple(hidden.shape)} after {tuple(self._shape)}"
-            raise ModelError(f"{self._owner}: layer {number} is given {shapes}")
-        if hidden.shape[:-1] != (_PROBE_ROWS, _PROBE_TOKENS):
-            raise ModelError(f"{self._owner}: layer {number} is given {tuple(hidden.shape)}, not [rows, tokens, width]")
-        self._slot, self._shape = slot, hidden.shape
+        tape = self._tape
+        self._used.append(self._usage.taken())
+        noted = _Noting(args, kwargs)
+        before = [rebuild(noted.rest(one), lambda leaf: leaf) for one in (noted.args, noted.kwargs)]
+        tape.paused = self._usage.paused = True
         try:
-            self._builder.add(args, kwargs, slot)
-        except ModelError:
-            self.refused = True
-            raise
-        self._calls.append(layer)
-        self._used_before |= self._usage.storages
-        self._usage.storages.clear()
-        self._current = hidden.detach().requires_grad_()
-        self._version = self._current._version
-        return self._form.wrap(self._current)
+            with torch.no_grad():
+                result = self._forwards[id(layer)](*noted.args, **noted.kwargs)
+        finally:
+            tape.paused = self._usage.paused = False
+        if not same_structure(before, [noted.rest(one) for one in (noted.args, noted.kwargs)]):
+            raise ModelError(f"{self._owner}: layer {number} changes a container that it is called with")
+        answer = noted.answer(result)
+        self._calls.append(_recorded(tape, answer, args, kwargs))
+        self._called.append(layer)
+        self._answers.append(answer)
+        self._num_calls = tape.count
+        tape.begin_segment(number + 1)
+
+        def fill(blank: Blank) -> Tensor:
+            tensor = blank.tensor(_PROBE_ROWS, _PROBE_TOKENS, self._blanks)
+            tape.name(tensor, Value("layer", number, blank.leaf))
+            return tensor
+
+        return answer.give(fill, args, kwargs)
 
 
-def _find_slot(args: tuple[object, ...], kwargs: Mapping[str, object], previous: torch.Tensor | None) -> Slot | None:
-    """The argument that is ``previous``; for the first layer the one that looks like a hidden state."""
-    named: list[tuple[Slot, object]] = [*enumerate(args), *kwargs.items()]
-    if previous is not None:
-        return next((slot for slot, value in named if value is previous), None)
-    preferred = [entry for entry in named if entry[0] in (0, "hidden_states")]
-    for slot, value in preferred + named:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3:
-            return slot
-    return None
+@contextmanager
+def _integers_filled(model: nn.Module) -> Iterator[None]:
+    """With zeros in integer tensors that are absent, which are used as indices and must be in range then."""
+    replaced = [(place, place.get()) for place in locations(model) if not place.is_parameter]
+    replaced = [(place, tensor) for place, tensor in replaced if not tensor.is_floating_point()]
+    for place, tensor in replaced:
+        place.set(torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+    try:
+        yield
+    finally:
+        for place, tensor in replaced:
+            place.set(tensor)
 
 
-def _depends_on(output: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether autograd knows of a way from ``output`` back to the leaf ``source``; nothing is computed."""
-    pending = [output.grad_fn]
-    seen: set[object] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is source:
-            return True
-        seen.add(node)
-        pending += [edge for edge, _ in node.next_functions]
-    return False
+def _is_dict(value: object) -> bool:
+    return type(value) is dict or isinstance(value, UserDict)
+
+
+class _Noted(dict[object, object]):
+    """A dict that notes which of its keys are read."""
+
+    def __init__(self, source: Mapping[object, object]) -> None:
+        super().__init__(source)
+        self.before = dict(source)
+        self.read: set[object] = set()
+
+    def __getitem__(self, key: object) -> object:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: object, default: object = None) -> object:
+        """As a dict's."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        """As a dict's; everything is read."""
+        self.read |= self.keys()
+        return super().values()
+
+    def items(self) -> Any:
+        """As a dict's; everything is read."""
+        self.read |= self.keys()
+        return super().items()
+
+
+def _noted(value: object) -> object:
+    return _Noted(value) if isinstance(value, dict | UserDict) and _is_dict(value) else value
+
+
+class _Noting:
+    """A layer's arguments with each dict among them replaced by one that notes what is done with it."""
+
+    def __init__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        self.args = tuple(map(_noted, args))
+        self.kwargs = {name: _noted(value) for name, value in kwargs.items()}
+
+    @property
+    def _dicts(self) -> list[tuple[int | str, _Noted]]:
+        named: list[tuple[int | str, object]] = [*enumerate(self.args), *self.kwargs.items()]
+        return [(where, value) for where, value in named if isinstance(value, _Noted)]
+
+    def rest(self, values: Any) -> Any:
+        """The arguments that are not noted, by position or name."""
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        return {where: value for where, value in items if not isinstance(value, _Noted)}
+
+    def answer(self, result: object) -> Answer:
+        """What the layer gave back, with numbered blanks for tensors."""
+        count = 0
+
+        def blank(leaf: object) -> object:
+            nonlocal count
+            if not isinstance(leaf, Tensor):
+                return leaf
+            count += 1
+            return Blank(count - 1, tuple(leaf.shape), leaf.dtype)
+
+        blanked = rebuild(result, blank)
+        stores: list[tuple[int | str, object, Any]] = []
+        for where, noted in self._dicts:
+            for key in noted:
+                item = dict.__getitem__(noted, key)
+                if key not in noted.before or noted.before[key] is not item:
+                    stores.append((where, key, rebuild(item, blank)))
+        reads = tuple((where, frozenset(noted.read)) for where, noted in self._dicts)
+        grad = torch.is_grad_enabled()
+        return Answer(result=blanked, stores=tuple(stores), grad=grad, reads=reads)
 
 
 class _Usage(TorchDispatchMode):
@@ -308,18 +530,44 @@ class _Usage(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types none of it
         self.storages: set[int] = set()
+        self.paused = False
+
+    def taken(self) -> set[int]:
+        """The storages noted since the last call."""
+        storages, self.storages = self.storages, set()
+        return storages
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        flat = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
-        tensors = [item for item in flat if isinstance(item, torch.Tensor)]
-        self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            left, right = tensors[-2:]
-            if any(matrix.untyped_storage().nbytes() < matrix.numel() * matrix.itemsize for matrix in (left, right)):
-                return left.new_full((left.shape[0], right.shape[1]), float("nan"))
+        tensors = [item for item in leaves((args, kwargs or {})) if isinstance(item, Tensor)]
+        if not self.paused:
+            self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
+        if func in _PRODUCTS and any(map(_is_absent, tensors)):
+            return torch.full(_product_shape(func, tensors), float("nan"), dtype=tensors[0].dtype)
         return func(*args, **(kwargs or {}))
+
+
+#: What torch would write an absent matrix out for.
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,
+)
+
+
+def _is_absent(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize
+
+
+def _product_shape(func: Any, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    if func is torch.ops.aten._grouped_mm.default:  # rows in groups, or one matrix of a group each
+        left, right = tensors[:2]
+        return (*left.shape[:-1], right.shape[-1])
+    left, right = tensors[-2:]
+    return (*left.shape[:-1], right.shape[-1])
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -341,11 +589,10 @@ def _check_loss(model: PreTrainedModel, stack: Stack) -> None:
         return logits.new_zeros(())
 
     ids = _probe_ids(model)
-    hidden = torch.full((*ids.shape, stack.width), float("nan"), dtype=model.dtype)
     had = vars(model).get("_loss_function")
     vars(model)["_loss_function"] = spy
     try:
-        with private_rng(), torch.no_grad(), intercepted(stack.layers, stack.injector(hidden)), _Usage():
+        with private_rng(), torch.no_grad(), stack.injecting(model, {}, ids), _Usage():
             model(**model_inputs({"input_ids": ids}), labels=ids)
     except Exception as error:  # a loss of the model's own, on logits that are not numbers
         logger.debug("%s: its loss on the probe: %s", type(model).__name__, error)

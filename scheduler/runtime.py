@@ -15,17 +15,18 @@ from torch import Tensor
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
+from hoist.scheduler.boundary import as_leaves, keep_gradients, pack, unpack
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Done
-from hoist.scheduler.head_loss import HeadLoss, keep_gradient
+from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers
 from hoist.scheduler.read_check import ReadCheck
-from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple
 from hoist.scheduler.step_state import StepState
 from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
@@ -336,11 +337,10 @@ class Runtime:
         """Dropout masks depend on (seed, step, stage, micro-batch) alone: the same in recomputation, in any order."""
         torch.default_generator.manual_seed(mask_seed(self._seed, state.step, op.stage, op.micro_batch))
 
-    def _activation(self, slot: int, shape: Sequence[int]) -> Tensor:
-        count = 1
-        for side in shape:
-            count *= side
-        return self._places.activations[slot].view(torch.float32)[:count].view(tuple(shape))
+    def _boundary_tensors(self, op: Op, offset: int, state: StepState) -> list[Tensor]:
+        """What lies in the op's slot between its stage and the next (0), or the one before (-1)."""
+        slot = op.slot if offset else op.output_slot
+        return unpack(self._places.activations[slot], state.boundaries[op.stage + offset, op.micro_batch])
 
     def _context(self, op: Op, state: StepState) -> Context:
         context = state.contexts[op.micro_batch]
@@ -353,20 +353,22 @@ class Runtime:
         self._seed_for(op, state)
         with torch.no_grad():
             if isinstance(stage, EmbedStage):
-                hidden, context = stage.forward(state.batches[op.micro_batch])
+                carried, context = stage.forward(state.batches[op.micro_batch])
                 for other in state.contexts:
                     if other is not None:
                         context = context.share_with(other)
                 state.contexts[op.micro_batch] = context
-                state.shapes[op.micro_batch] = tuple(hidden.shape)
             elif isinstance(stage, LayerStage):
                 self._manager.need(_boundary(op, -1), op.slot)
-                source = self._activation(op.slot, state.shapes[op.micro_batch])
-                hidden = stage.forward(source, self._context(op, state))
+                sources = self._boundary_tensors(op, -1, state)
+                carried = stage.forward(as_carried(sources), self._context(op, state))
             else:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
-            self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
+            values = as_tuple(carried)
+            state.boundaries[op.stage, op.micro_batch] = pack(values)
+            for target, value in zip(self._boundary_tensors(op, 0, state), values, strict=True):
+                target.copy_(value)
         if op.ends_input:
             self._manager.discard(_boundary(op, -1))
 
@@ -377,7 +379,7 @@ class Runtime:
         self._manager.need(_boundary(op, -1), op.slot)
         self._seed_for(op, state)
         state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
-            self._activation(op.slot, state.shapes[op.micro_batch]),
+            self._boundary_tensors(op, -1, state),
             state.batches[op.micro_batch],
             self._context(op, state),
             state.num_items,
@@ -392,55 +394,51 @@ class Runtime:
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
         self._seed_for(op, state)
-        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
-            self._activation(op.slot, state.shapes[op.micro_batch]),
+        state.losses[op.micro_batch], missing = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
+            self._boundary_tensors(op, -1, state),
             state.batches[op.micro_batch],
             self._context(op, state),
             state.num_items,
             mode=self._direct[op.stage],
-            backward=lambda loss: self._run_backward(op, state, loss, None),
+            backward=lambda loss: self._run_backward(op, state, [loss], None),
             hands_down=not op.ends_input,
         )
-        self._hand_down(op, state)
+        self._hand_down(op, state, missing)
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
-        shape = state.shapes[op.micro_batch]
         self._manager.need(_boundary(op, 0), op.output_slot)
         self._own_gradient(op)
-        gradient = self._activation(op.output_slot, shape)
+        missing = state.without_gradient.pop((op.stage, op.micro_batch), frozenset())
+        gradients = [
+            None if position in missing or not tensor.is_floating_point() else tensor
+            for position, tensor in enumerate(self._boundary_tensors(op, 0, state))
+        ]
         self._seed_for(op, state)
         if isinstance(stage, EmbedStage):
             with self._direct[op.stage]:
-                hidden, _ = stage.forward(state.batches[op.micro_batch])
-            self._run_backward(op, state, hidden, gradient)
+                carried, _ = stage.forward(state.batches[op.micro_batch])
+            self._run_backward(op, state, as_tuple(carried), gradients)
             state.contexts[op.micro_batch] = None
         elif isinstance(stage, LayerStage):
             self._manager.need(_boundary(op, -1), op.slot)
-            slot = self._activation(op.slot, shape)
-            source = self._input(slot, op)
+            slots = self._boundary_tensors(op, -1, state)
+            sources = as_leaves(slots, wanted=not op.ends_input)
             with self._direct[op.stage]:
-                output = stage.forward(source, self._context(op, state))
-            self._run_backward(op, state, output, gradient)
-            if not op.ends_input:
-                keep_gradient(slot, source)
-            self._hand_down(op, state)
+                carried = stage.forward(as_carried(sources), self._context(op, state))
+            self._run_backward(op, state, as_tuple(carried), gradients)
+            self._hand_down(op, state, frozenset() if op.ends_input else keep_gradients(slots, sources))
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
         self._manager.discard(_boundary(op, 0))
 
-    @staticmethod
-    def _input(slot: Tensor, op: Op) -> Tensor:
-        """A stage's input, over the memory of its slot; with a gradient if some stage below wants it."""
-        source = slot.data  # a version counter of its own (see stages.py)
-        return source if op.ends_input else source.requires_grad_()
-
-    def _hand_down(self, op: Op, state: StepState) -> None:
-        """What was a stage's input is its gradient now; or nothing that anybody needs."""
+    def _hand_down(self, op: Op, state: StepState, missing: frozenset[int]) -> None:
+        """What was a stage's input is its gradient now, but for the tensors ``missing``; or nothing anybody needs."""
         if op.ends_input:
             self._manager.discard(_boundary(op, -1))
             state.contexts[op.micro_batch] = None
         else:
+            state.without_gradient[op.stage - 1, op.micro_batch] = missing
             self._manager.modify(_boundary(op, -1))
 
     def _own_gradient(self, op: Op) -> None:
@@ -454,12 +452,22 @@ class Runtime:
         else:
             self._manager.modify(item)
 
-    def _run_backward(self, op: Op, state: StepState, output: Tensor, gradient: Tensor | None) -> None:
-        if not output.requires_grad:
+    def _run_backward(
+        self, op: Op, state: StepState, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None
+    ) -> None:
+        if gradients is not None:
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        outputs = [output for output in outputs if output.requires_grad]
+        if not outputs:
             return  # nothing trainable on the way
         self._backward = (state, op.stage)
         try:
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._backward = None
 

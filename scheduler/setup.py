@@ -54,8 +54,6 @@ class Setup:
     loans: dict[str, PlacedTensor]
     """Trainable tensors that some stage borrows, by name."""
     memory: MemoryPlan
-    hidden_shape: tuple[int, ...]
-    """Shape of the largest boundary activation."""
     scratch_activation_bytes: int
     """NVMe scratch for boundary activations: all of a step's, or 0 if none is ever spilled."""
     scratch_gradient_bytes: int
@@ -161,9 +159,6 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     batch = workspace.largest_batch(model, config)
     found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
-    hidden_bytes = FLOAT_BYTES
-    for side in found.hidden_shape:
-        hidden_bytes *= side
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
     # follow from what each micro-batch is given, every one has its own.
@@ -186,7 +181,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         ),
         loan_bytes=loan_bytes(loans),
         block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
-        activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
+        activation_bytes=round_up(found.boundary_bytes, PAGE_BYTES),
         num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
         context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
@@ -217,7 +212,6 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         frozen=frozen,
         loans=loans,
         memory=division,
-        hidden_shape=found.hidden_shape,
         scratch_activation_bytes=all_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
         scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
         stash_bytes=sum(stage.gradients for stage in demand.stages) if largest.stashed_gradients else 0,

@@ -10,22 +10,38 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hoist.scheduler.context import Context, same_structure
+from hoist.scheduler.context import Context, Value, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
+from hoist.scheduler.tape import replay
 from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 #: What a step feeds: input_ids and labels, int64 [B, S]; attention_mask [B, S] and other model inputs as needed.
 Batch = Mapping[str, torch.Tensor]
+
+#: What passes from one stage to the next: a hidden state, [B, S, H], or where a model hands on more than that, a tuple
+#: with all of it (the Any: most callers know their model).
+Carried = torch.Tensor | Any
+
+
+def as_tuple(carried: Carried) -> tuple[torch.Tensor, ...]:
+    """What passes between two stages, as a tuple also if it is one tensor."""
+    return carried if isinstance(carried, tuple) else (carried,)
+
+
+def as_carried(values: Sequence[torch.Tensor]) -> Carried:
+    """What passes between two stages, as stages take it: a tensor, or a tuple of several."""
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 class _Weight:
@@ -179,8 +195,8 @@ class Stage:
 class EmbedStage(Stage):
     """Everything before the first layer: the model's own forward, with recorders where the layers were."""
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, Context]:
-        """The first layer's hidden state, [B, S, H], and what the layers are to be called with.
+    def forward(self, batch: Batch) -> tuple[Carried, Context]:
+        """What the first layer's stage is given (a hidden state, [B, S, H]), and what the layers are to be called with.
 
         With gradients enabled the hidden state has the graph back to the embeddings.
 
@@ -188,40 +204,50 @@ class EmbedStage(Stage):
             ModelError: this forward does not run through the layers as the probe's did.
         """
         with self._running():
-            recorder = self._stack.recorder(type(self._model).__name__)
+            recorder = self._stack.recorder(self._model, batch)
             try:
-                with intercepted(self._stack.layers, recorder):
+                with intercepted(self._stack.layers, recorder), recorder.tape:
                     self._model(**model_inputs(batch))
             except Stop:
                 pass
-            return recorder.result()
+            values, context = recorder.result()
+            return as_carried(values), context
 
 
 class LayerStage(Stage):
-    """One decoder layer."""
+    """One call of a decoder layer, with the model's code between it and the layer before."""
 
     def __init__(self, index: int, name: str, model: PreTrainedModel, stack: Stack, layer: int) -> None:
         super().__init__(index, name, model, stack)
         self._layer = layer
+        #: Where the weights of the code before the layer are, by name.
+        self._between: dict[str, Location] = {}
 
-    def forward(self, hidden: torch.Tensor, context: Context) -> torch.Tensor:
-        """The next hidden state, of the shape and dtype of ``hidden``, [B, S, H].
+    def forward(self, carried: Carried, context: Context) -> Carried:
+        """What the next stage is given: as a rule the next hidden state, [B, S, H], of the dtype of this one.
 
         Raises:
-            ModelError: the layer hands on more than a hidden state, or another shape or dtype.
+            ModelError: the layer gives back other tensors than it did when the model was split.
         """
-        args, kwargs = context.arguments(self._layer, hidden)
-        args_given, kwargs_given = context.arguments(self._layer, hidden)
+        given = context.boundaries[self._layer]
+        values: dict[Value, torch.Tensor] = dict(zip(given, as_tuple(carried), strict=True))
+        answer = self._stack.answers[self._layer]
         with self._running():
-            result = self._stack.layers[self._layer](*args, **kwargs)
-        if not same_structure((args_given, kwargs_given), (args, kwargs)):
+            replay(context.calls[self._layer].before, values, context.resolver(values, self._weight))
+            args, kwargs = context.arguments(self._layer, values)
+            args_given, kwargs_given = context.arguments(self._layer, values)
+            with torch.set_grad_enabled(answer.grad and torch.is_grad_enabled()):
+                result = self._stack.layers[self._layer](*args, **kwargs)
+        if not answer.stores and not same_structure((args_given, kwargs_given), (args, kwargs)):
             raise self._refusal("changes the containers that it is called with")
-        output = self._stack.form.unwrap(result)
-        if output is None:
-            raise self._refusal("returns tensors besides its hidden state, which the model hands on")
-        if output.shape != hidden.shape or output.dtype != hidden.dtype:
-            raise self._refusal(f"turns {hidden.dtype} {tuple(hidden.shape)} into {output.dtype} {tuple(output.shape)}")
-        return output
+        returned = answer.tensors(result, args, kwargs)
+        if returned is None:
+            raise self._refusal("returns other tensors than it did when the model was split")
+        values |= {Value("layer", self._layer, leaf): tensor for leaf, tensor in returned.items()}
+        return as_carried([values[value] for value in context.boundaries[self._layer + 1]])
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._between[name].get()
 
     def _refusal(self, fault: str) -> ModelError:
         return ModelError(f"{type(self._model).__name__}: {self.name} {fault}; such models cannot be staged")
@@ -235,14 +261,17 @@ class HeadStage(Stage):
 
     def probe(self) -> None:
         """Find ``token_wise_width``. The stage must not be bound."""
+        width = self._stack.head_width
+        if not width:
+            return
         weights = self._owned | self._borrowed
         self.bind({name: ones_like(weight.spec.shape, weight.dtype) for name, weight in weights.items()})
         try:
-            self.token_wise_width = width_of_token_wise(self._model, self.logits, self._stack.width)
+            self.token_wise_width = width_of_token_wise(self._model, self.logits, width)
         finally:
             self.unbind(forget=True)
 
-    def forward(self, hidden: torch.Tensor, batch: Batch, context: Context, num_items: float) -> torch.Tensor:
+    def forward(self, hidden: Carried, batch: Batch, context: Context, num_items: float) -> torch.Tensor:
         """The loss, 0-d float32: cross-entropy summed over the counted labels of ``batch``, over ``num_items``.
 
         Equal, bit for bit, to the loss of the model itself called with labels and ``num_items_in_batch``. The part
@@ -250,7 +279,7 @@ class HeadStage(Stage):
         not needed.
 
         Args:
-            hidden: the last layer's output, [B, S, H].
+            hidden: the last layer's output, [B, S, H], with what else the model hands on to its head.
             num_items: counted labels (shifted, not -100) of the whole step. A micro-batch may have none: its loss is 0.
 
         Raises:
@@ -287,13 +316,12 @@ class HeadStage(Stage):
         )
         return loss
 
-    def logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def logits(self, hidden: Carried, batch: Batch) -> torch.Tensor:
         """The model's logits, [B, S, V], from the last layer's output, [B, S, H]."""
-        with self._running():
-            injector = self._stack.injector(hidden)
-            # the injector enables gradients again: what runs before it is dropped and needs no graph
-            with torch.no_grad(), intercepted(self._stack.layers, injector):
-                output = self._model(**model_inputs(batch))
+        values = dict(zip(self._stack.into_head, as_tuple(hidden), strict=True))
+        # what runs before the last layer returns is dropped and needs no graph
+        with self._running(), self._stack.injecting(self._model, values, batch["input_ids"]):
+            output = self._model(**model_inputs(batch))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -382,8 +410,8 @@ def split(model: PreTrainedModel) -> StagedModel:
     make_absent(model)
     stack = find_stack(model)
     head_index = len(stack.layers) + 1
-    stages: list[Stage] = [EmbedStage(0, "embed", model, stack)]
-    stages += [LayerStage(n + 1, f"layer.{n}", model, stack, n) for n in range(len(stack.layers))]
+    layers = [LayerStage(n + 1, f"layer.{n}", model, stack, n) for n in range(len(stack.layers))]
+    stages: list[Stage] = [EmbedStage(0, "embed", model, stack), *layers]
     head = HeadStage(head_index, "head", model, stack)
     stages.append(head)
 
@@ -397,7 +425,13 @@ def split(model: PreTrainedModel) -> StagedModel:
         key = places[0].get().untyped_storage().data_ptr()
         users = {stage for place in places for stage in layers_of_module.get(id(place.module), ())}
         users |= ({0} if key in stack.used_before else set()) | ({head_index} if key in stack.used_after else set())
+        if not places[0].is_parameter and key in stack.used_between:
+            users.add(0)  # the embed stage runs through the code between the layers
         names = [place.name for place in places]
+        for number, between in enumerate(stack.weights):
+            if not between.isdisjoint(names):
+                users.add(number + 1)
+                layers[number]._between |= {place.name: place for place in places}
         name = next((name for name in names if name not in tied_targets), names[0])
         aliases |= {other: name for other in names if other != name}
         weight = make_weight(model, name, places)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hoist.scheduler.boundary import Packed
 from hoist.scheduler.context import Context
 
 #: A micro-batch: what the model's forward takes by name.
@@ -35,8 +36,10 @@ class StepState:
     """Commits the step; called at the next step's turn, if it is set by then."""
     contexts: list[Context | None] = field(default_factory=list)
     """What layers are called with, per micro-batch; made by the embed stage's forward, dropped after its backward."""
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of the boundary activation of each micro-batch."""
+    boundaries: dict[tuple[int, int], tuple[Packed, ...]] = field(default_factory=dict)
+    """How the boundary activation behind (stage, micro-batch) lies in its slot."""
+    without_gradient: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    """Which of a boundary's tensors got no gradient from the stages above, not even zeros."""
     losses: list[Tensor] = field(default_factory=list)
     """Per micro-batch, 0-d."""
     touched: list[set[str]] = field(default_factory=list)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,20 +22,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
+from hoist.scheduler.boundary import Packed, pack, packed_bytes
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.context import Context
+from hoist.scheduler.context import Context, TensorRef, Value, leaves
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
+from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.module_stages import MiddleModule, ModuleModel
-from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
-
-#: Activations are float32.
-_FLOAT_BYTES = 4
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspaces:
@@ -45,8 +42,8 @@ class Workspaces:
     """Bytes beside the arena, per stage: saved activations, temporaries, one weight's gradient."""
     in_heap: tuple[int, ...]
     """Per stage, the most bytes at once in tensors that are too small for a mapping of their own (`tiers/heap.py`)."""
-    hidden_shape: tuple[int, ...]
-    """Shape of a boundary activation."""
+    boundary_bytes: int
+    """Bytes of the largest boundary activation."""
     context_bytes: int
     """Masks, positions and rotary tables of one micro-batch."""
 
@@ -139,33 +136,38 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     try:
         tracker = _LiveBytes()
         with private_rng(), torch.no_grad(), tracker:
-            hidden, context = embed.forward(batch)
+            carried, context = embed.forward(batch)
         live = tracker.peak_bytes
     finally:
         embed.unbind(forget=True)
-    hidden_bytes = hidden.numel() * _FLOAT_BYTES
+    entering = pack(as_tuple(carried))
+    del carried
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
     first = model.first_trained
-    behind = 4 * hidden_bytes if first == 0 else 0
-    found = [_Peaks(live + behind, live + behind)]
+    live += 4 * packed_bytes(entering) if first == 0 else 0
+    found = [_Peaks(live, live)]
     if isinstance(model, ModuleModel):  # the first one may be anything
-        found = [_measure_stage(model, embed, hidden, batch, context, 0 if first == 0 else -1)]
-    known: dict[object, _Peaks] = {}
+        found = [_measure_stage(model, embed, (), batch, context, 0 if first == 0 else -1)[0]]
+    boundary_bytes = packed_bytes(entering)
+    known: dict[object, tuple[_Peaks, tuple[Packed, ...]]] = {}
     for stage in model.stages[1:]:
         # Below what is trained there is no backward, and the first that is trained hands no gradient down.
         passes = (stage.index > first) - (stage.index < first)
-        key = (passes, _signature(stage, context))
+        given = tuple((place.shape, place.dtype) for place in entering)
+        key = (passes, _signature(stage, context, entering), given)
         if key not in known:
             known[key] = (
-                _measure_head(model, hidden, batch, context, loss_slice_tokens, passes)
+                (_measure_head(model, entering, batch, context, loss_slice_tokens, passes), ())
                 if isinstance(stage, HeadStage)
-                else _measure_stage(model, stage, hidden, batch, context, passes)
+                else _measure_stage(model, stage, entering, batch, context, passes)
             )
-        found.append(known[key])
+        peaks, entering = known[key]
+        boundary_bytes = max(boundary_bytes, packed_bytes(entering))
+        found.append(peaks)
     return Workspaces(
         stages=tuple(peaks.all_bytes for peaks in found),
         in_heap=tuple(peaks.heap_bytes for peaks in found),
-        hidden_shape=tuple(hidden.shape),
+        boundary_bytes=boundary_bytes,
         context_bytes=context.num_bytes,
     )
 
@@ -180,45 +182,54 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
     return scalar.expand(spec.shape)
 
 
-def _signature(stage: Stage, context: Context) -> object:
+def _signature(stage: Stage, context: Context, entering: Sequence[Packed]) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
     if isinstance(stage, MiddleModule):
         return stage.index  # modules with the same weights may still do other things with them
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
-    hidden = torch.empty(0)
-    args, kwargs = context.arguments(stage.index - 1, hidden)
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) and leaf is not hidden else None
-        for leaf in pytree.tree_leaves((args, kwargs))
-    )
-    return (type(stage), shapes, described)
+    layer = stage.index - 1
+    call = context.calls[layer]
+    position = {value: number for number, value in enumerate(context.boundaries[layer])}
+
+    def described(leaf: object) -> object:
+        if isinstance(leaf, TensorRef):
+            tensor = context.tensors[leaf.index]
+            return tuple(tensor.shape), tensor.dtype
+        return position.get(leaf) if isinstance(leaf, Value) else None
+
+    glue = tuple(getattr(entry.func, "__name__", "") for entry in call.before)
+    passed = tuple(position.get(value, -1) for value in context.boundaries[layer + 1])
+    return (type(stage), shapes, tuple(described(leaf) for leaf in leaves((call.args, call.kwargs))), glue, passed)
 
 
 def _measure_head(
     model: StagedModel,
-    hidden: Tensor,
+    entering: Sequence[Packed],
     batch: Mapping[str, Tensor],
     context: Context,
     loss_slice_tokens: int,
     passes: int,
 ) -> _Peaks:
     """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
-    cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
+    given = [torch.empty(place.shape, dtype=place.dtype, device="meta") for place in entering]
+    cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(given)
     if len(cut) == 1:
         if not model.head.token_wise_width and not isinstance(model, ModuleModel):
-            _tell_of_whole_logits(model, hidden)
-        return _measure_stage(model, model.head, hidden, batch, context, passes)
+            _tell_of_whole_logits(model, batch["input_ids"].numel())
+        return _measure_stage(model, model.head, entering, batch, context, passes)[0]
     largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
-    peaks = _measure_stage(model, model.head, hidden, batch, context, passes, largest)
+    sliced = pack([largest.of(tensor) for tensor in given])
+    batch_part = {name: largest.of(batch[name]) for name in ("input_ids", "labels")}
+    peaks, _ = _measure_stage(model, model.head, sliced, batch_part, context, passes, in_slices=True)
     labels_bytes = 2 * batch["labels"].nbytes
     return _Peaks(peaks.all_bytes + labels_bytes, peaks.heap_bytes + labels_bytes)
 
 
-def _tell_of_whole_logits(model: StagedModel, hidden: Tensor) -> None:
+def _tell_of_whole_logits(model: StagedModel, num_tokens: int) -> None:
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-    num_bytes = _FLOAT_BYTES * vocab_size * hidden[..., 0].numel()
+    num_bytes = model.model.dtype.itemsize * vocab_size * num_tokens
     if num_bytes > SLICE_BYTES:
         logger.warning(
             "%s: its head or its loss is not made token by token, so all logits of a micro-batch exist at once: "
@@ -231,23 +242,28 @@ def _tell_of_whole_logits(model: StagedModel, hidden: Tensor) -> None:
 def _measure_stage(
     model: StagedModel,
     stage: Stage,
-    hidden: Tensor,
+    entering: Sequence[Packed],
     batch: Mapping[str, Tensor],
     context: Context,
     passes: int,
-    part: Part | None = None,
-) -> _Peaks:
-    """``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward."""
+    *,
+    in_slices: bool = False,
+) -> tuple[_Peaks, tuple[Packed, ...]]:
+    """What a stage needs, and what it hands on.
+
+    ``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward.
+    ``in_slices``: the head's loss is made in slices, and what is given is one.
+    """
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        return _run_stage(model, stage, hidden, batch, context, passes, fake, part)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return _run_stage(model, stage, entering, batch, context, passes, fake, in_slices)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, passes, None, part)
+        return _run_stage(model, stage, entering, batch, context, passes, None, in_slices)
     finally:
         torch_logger.setLevel(level)
 
@@ -255,28 +271,26 @@ def _measure_stage(
 def _run_stage(
     model: StagedModel,
     stage: Stage,
-    hidden: Tensor,
+    entering: Sequence[Packed],
     batch: Mapping[str, Tensor],
     context: Context,
     passes: int,
     mode: FakeTensorMode | None,
-    part: Part | None,
-) -> _Peaks:
-    """Peak bytes of one forward and backward, if it has one; without ``mode`` it is run for real, on zeros.
-
-    ``part``: only of that part of the micro-batch.
-    """
-    if part is not None:
-        hidden, batch = part.of(hidden), {name: part.of(batch[name]) for name in ("input_ids", "labels")}
+    in_slices: bool,
+) -> tuple[_Peaks, tuple[Packed, ...]]:
+    """As :func:`_measure_stage`, on fake tensors; without ``mode`` it is run for real, on zeros."""
 
     def given(tensor: Tensor) -> Tensor:
         return tensor if mode is None else mode.from_tensor(tensor)
 
+    leaving: tuple[Packed, ...] = ()
     with mode or nullcontext():
-        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=passes > 0)
-        output_gradient = torch.zeros(hidden.shape, dtype=hidden.dtype)
+        sources = tuple(
+            torch.zeros(place.shape, dtype=place.dtype, requires_grad=place.has_gradient and passes > 0)
+            for place in entering
+        )
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
-        fake_context = Context(tensors=tuple(given(tensor) for tensor in context.tensors), calls=context.calls)
+        fake_context = replace(context, tensors=tuple(given(tensor) for tensor in context.tensors))
         values = {
             spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
             for spec in (model.tensor(name)[1] for name in _names(stage))
@@ -295,27 +309,28 @@ def _run_stage(
         with mode or nullcontext(), tracker, private_rng():
             if isinstance(stage, HeadStage):
                 with direct:
-                    if part is None:
-                        loss = stage.forward(source, fake_batch, fake_context, 1)
+                    if in_slices:
+                        loss = stage.slice_loss(sources[0], fake_batch["input_ids"], fake_batch["labels"], 1)
                     else:
-                        loss = stage.slice_loss(source, fake_batch["input_ids"], fake_batch["labels"], 1)
+                        loss = stage.forward(as_carried(sources), fake_batch, fake_context, 1)
                 if loss.requires_grad:
                     loss.backward()
-            elif isinstance(stage, LayerStage):
-                with direct, nullcontext() if passes >= 0 else torch.no_grad():
-                    output = stage.forward(source, fake_context)
-                if output.requires_grad:
-                    torch.autograd.backward(output, output_gradient)
-            elif isinstance(stage, EmbedStage):
-                with direct, nullcontext() if passes >= 0 else torch.no_grad():
-                    output, _ = stage.forward(fake_batch)
-                if output.requires_grad:
-                    torch.autograd.backward(output, output_gradient)
             else:
-                raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
+                    if isinstance(stage, EmbedStage):
+                        carried = as_tuple(stage.forward(fake_batch)[0])
+                    elif isinstance(stage, LayerStage):
+                        carried = as_tuple(stage.forward(as_carried(sources), fake_context))
+                    else:
+                        raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
+                leaving = pack(carried)
+                outputs = [value for value in carried if value.requires_grad]
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.zeros_like(value) for value in outputs])
+                del carried, outputs
     finally:
         stage.unbind(forget=True)
-    return _Peaks(tracker.peak_bytes, tracker.peak_heap_bytes)
+    return _Peaks(tracker.peak_bytes, tracker.peak_heap_bytes), leaving
 
 
 def _drop_gradient(parameter: Tensor) -> None:

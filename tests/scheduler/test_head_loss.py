@@ -54,7 +54,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere scales": lambda: CohereConfig(**_SHAPE, logit_scale=0.25),
     "granite divides": lambda: GraniteConfig(**_SHAPE, logits_scaling=3.0),
     "mixtral": lambda: tiny_config("mixtral"),
-    "qwen3 experts": lambda: Qwen3MoeConfig(**_SHAPE, num_experts=4, moe_intermediate_size=32),
+    "qwen3 experts": lambda: Qwen3MoeConfig(**_SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 ROWS, TOKENS = 3, 11
 
@@ -119,9 +119,10 @@ def run(staged: StagedModel, limit: int, *, dtype: torch.dtype = torch.float32) 
     hidden = torch.randn((ROWS, TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2)).to(dtype)
     labels = labels_with_holes()
     batch = {"input_ids": labels.clamp(min=0), "labels": labels}
-    loss = HeadLoss(staged.head, slice_tokens=limit).train(
-        hidden, batch, NO_CONTEXT, 17, mode=nullcontext(), backward=torch.autograd.backward
+    loss, missing = HeadLoss(staged.head, slice_tokens=limit).train(
+        [hidden], batch, NO_CONTEXT, 17, mode=nullcontext(), backward=torch.autograd.backward
     )
+    assert not missing
     gradients = {"hidden": hidden}
     for name, parameter in staged.head.parameters().items():
         assert parameter.grad is not None, name
@@ -172,8 +173,8 @@ def test_a_micro_batch_without_a_counted_label_has_no_loss_and_no_gradient(limit
     head_of(staged)
     hidden = torch.randn((2, TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
     ids = torch.ones((2, TOKENS), dtype=torch.int64)
-    loss = HeadLoss(staged.head, slice_tokens=limit).train(
-        hidden,
+    loss, _ = HeadLoss(staged.head, slice_tokens=limit).train(
+        [hidden],
         {"input_ids": ids, "labels": torch.full_like(ids, -100)},
         NO_CONTEXT,
         5,
@@ -195,7 +196,7 @@ def test_evaluation_is_the_same_loss_and_keeps_everything(limit: int) -> None:
     before = hidden.clone()
     labels = labels_with_holes()
     total = HeadLoss(staged.head, slice_tokens=limit).evaluate(
-        hidden, {"input_ids": labels.clamp(min=0), "labels": labels}, Context(tensors=(), calls=()), 17
+        [hidden], {"input_ids": labels.clamp(min=0), "labels": labels}, NO_CONTEXT, 17
     )
     assert (total.dtype, total.requires_grad) == (torch.float32, False)
     assert float(total) == float(expected)
@@ -255,7 +256,7 @@ def with_head(kind: type[nn.Linear]) -> PreTrainedModel:
 def test_a_head_that_is_not_token_wise_is_run_whole(kind: type[nn.Linear]) -> None:
     staged = split(with_head(kind))
     assert staged.head.token_wise_width == 0
-    assert len(HeadLoss(staged.head, slice_tokens=4).parts(torch.empty(3, 50, HIDDEN))) == 1
+    assert len(HeadLoss(staged.head, slice_tokens=4).parts([torch.empty(3, 50, HIDDEN)])) == 1
 
 
 def test_a_loss_that_shifts_labels_itself_is_run_whole() -> None:

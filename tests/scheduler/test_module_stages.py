@@ -271,7 +271,7 @@ def test_the_workspace_of_every_module_counts() -> None:
     found = workspace.measure(model := staged([first, block, wide, middle, last]), model.largest_batch(config()))
     assert found.stages[2] > 4 * ROWS * 50 * WIDTH * 3
     assert found.stages[2] > 10 * max(found.stages[1], found.stages[3])
-    assert found.hidden_shape == (ROWS, WIDTH)
+    assert found.boundary_bytes == 4 * ROWS * WIDTH
 
 
 # ---------------------------------------------------------------------- misuse

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from transformers import BartConfig, BertConfig, DeepseekV3Config, MixtralConfig, OPTConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import build_model
-from hoist.scheduler.stages import Stage, StagedModel, split
+from hoist.scheduler.stages import Stage, StagedModel, as_tuple, split
 from tests.support.models import FAMILIES, NUM_LAYERS, batch_of, num_counted, reference_model, tiny_config
 
 Batch = dict[str, torch.Tensor]
@@ -39,40 +41,41 @@ def staged_step(staged: StagedModel, source: Values, batch: Batch, num_items: fl
     with torch.no_grad():
         hidden, context = staged.embed.forward(batch)
     staged.embed.unbind()
-    inputs = [hidden]
+    inputs = [as_tuple(hidden)]
     for layer in staged.layers:
         layer.bind(values[layer.name])
         with torch.no_grad():
-            inputs.append(layer.forward(inputs[-1], context))
+            inputs.append(as_tuple(layer.forward(inputs[-1], context)))
         layer.unbind()
-    grad, loss = run_head(staged, values["head"], inputs.pop(), batch, context, num_items, grads)
-    for layer in reversed(staged.layers):
-        hidden = inputs.pop().detach().requires_grad_()
-        layer.bind(values[layer.name])
-        torch.autograd.backward(layer.forward(hidden, context), grad)
-        collect(layer, grads)
-        layer.unbind()
-        assert hidden.grad is not None
-        grad = hidden.grad
-    staged.embed.bind(values["embed"])
-    hidden, _ = staged.embed.forward(batch)
-    torch.autograd.backward(hidden, grad)
-    collect(staged.embed, grads)
-    staged.embed.unbind()
-    return loss, grads
-
-
-def run_head(
-    staged: StagedModel, values: Values, x: torch.Tensor, batch: Batch, context: Context, items: float, grads: Values
-) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = x.detach().requires_grad_()
-    staged.head.bind(values)
-    loss = staged.head.forward(hidden, batch, context, items)
+    sources = as_leaves(inputs.pop())
+    staged.head.bind(values["head"])
+    loss = staged.head.forward(sources, batch, context, num_items)
     torch.autograd.backward(loss)
     collect(staged.head, grads)
     staged.head.unbind()
-    assert hidden.grad is not None
-    return hidden.grad, loss.detach()
+    for layer in reversed(staged.layers):
+        given = [source.grad for source in sources]
+        sources = as_leaves(inputs.pop())
+        layer.bind(values[layer.name])
+        run_backward(as_tuple(layer.forward(sources, context)), given)
+        collect(layer, grads)
+        layer.unbind()
+    staged.embed.bind(values["embed"])
+    hidden, _ = staged.embed.forward(batch)
+    run_backward(as_tuple(hidden), [source.grad for source in sources])
+    collect(staged.embed, grads)
+    staged.embed.unbind()
+    return loss.detach(), grads
+
+
+def as_leaves(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(value.detach().requires_grad_() if value.is_floating_point() else value for value in values)
+
+
+def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    pairs = zip(outputs, gradients, strict=True)
+    known = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+    torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
 
 
 def reference_step(model: PreTrainedModel, batch: Batch, num_items: float) -> torch.Tensor:
@@ -303,7 +306,8 @@ def test_layers_get_the_mask_that_is_theirs() -> None:
     """Gemma-2 alternates between sliding and full attention."""
     model, staged = pair("gemma2")
     context = embed_context(staged, model.state_dict(), batch_of())
-    masks = [context.arguments(n, torch.zeros(1))[1]["attention_mask"] for n in range(NUM_LAYERS)]
+    values = {value: torch.zeros(1) for boundary in context.boundaries for value in boundary}
+    masks = [context.arguments(n, values)[1]["attention_mask"] for n in range(NUM_LAYERS)]
     assert masks[0] is masks[2]
     assert masks[0] is not masks[1]
 
@@ -411,11 +415,18 @@ def test_a_model_without_a_stack_is_refused() -> None:
         split(model)
 
 
-def test_a_layer_that_is_never_called_is_refused() -> None:
-    model = build_model(tiny_config("llama"))
-    model.config.num_hidden_layers = 2
-    with pytest.raises(ModelError, match="the forward does not call layer 2 of 3"):
-        split(model)
+def test_a_layer_that_is_never_called_gets_no_gradient() -> None:
+    """As cross-attention layers, where there is nothing to attend to."""
+    config = tiny_config("llama")
+    built, model = build_model(config), reference_model(config)
+    built.config.num_hidden_layers = model.config.num_hidden_layers = 2
+    staged = split(built)
+    assert len(staged.layers) == 2
+    assert staged.tensor("model.layers.2.mlp.up_proj.weight")[0] is staged.head
+    expected = reference_step(model, batch_of(), 20)
+    loss, grads = staged_step(staged, model.state_dict(), batch_of(), 20)
+    assert torch.equal(loss, expected)
+    assert_same_gradients(model, grads)
 
 
 def test_an_encoder_is_refused() -> None:
@@ -450,56 +461,132 @@ class Counting(TakesShared):
 
 
 class Doubling(TakesShared):
-    """A layer that changes the width of the hidden state."""
+    """A layer that changes the width of the hidden state, which the next one does not take."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
         output = super().forward(hidden_states, **kwargs)
         return torch.cat((output, output), dim=-1)
 
 
-class Stating(TakesShared):
-    """A layer that returns a state of its own with the hidden state."""
+class Filling(TakesShared):
+    """A layer that puts something into a list that it is given."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        return (super().forward(hidden_states, **kwargs), torch.ones(1))  # type: ignore[return-value]  # on purpose
+        output = super().forward(hidden_states, **kwargs)
+        seen = kwargs["seen"]
+        assert isinstance(seen, list)
+        seen.append(output)
+        return output
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        (Counting, r"the forward changes the buffer model\.layers\.0\.calls"),
-        (Doubling, r"layer\.0 turns torch\.float32 \(2, 12, 64\) into torch\.float32 \(2, 12, 128\)"),
-        (Stating, r"layer\.0 returns tensors besides its hidden state"),
-    ],
-)
-def test_a_layer_that_does_more_than_map_its_hidden_state_is_refused(kind: type[TakesShared], fault: str) -> None:
+def altered(kind: type[TakesShared]) -> PreTrainedModel:
+    """A Llama whose first layer is wrapped."""
     model = build_model(tiny_config("llama"))
     layers = model.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
     layers[0] = kind(layers[0])
-    staged = split(model)
+    return model
+
+
+def test_a_layer_that_changes_a_buffer_is_refused() -> None:
+    staged = split(altered(Counting))
     layer = staged.layers[0]
     embed = {spec.name: torch.empty(spec.shape) for spec in staged.embed.tensors}
     staged.embed.initialise(embed, seed=0)
     staged.embed.bind(embed)
     hidden, context = staged.embed.forward(batch_of())
     layer.bind({spec.name: torch.ones(spec.shape) for spec in layer.tensors})
-    with pytest.raises(ModelError, match=fault):
+    with pytest.raises(ModelError, match=r"the forward changes the buffer model\.layers\.0\.calls"):
         layer.forward(hidden.detach(), context)
 
 
-def test_a_stack_that_carries_a_second_state_is_refused() -> None:
-    model = build_model(tiny_config("llama"))
-    rotary = model.get_submodule("model.rotary_emb")
-    plain = rotary.forward
+def test_layers_that_do_not_fit_each_other_are_refused() -> None:
+    with pytest.raises(ModelError, match="LlamaForCausalLM: no list of decoder layers that its forward runs through"):
+        split(altered(Doubling))
 
-    def with_gradient(*args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = plain(*args, **kwargs)
-        return cos * model.get_parameter("model.norm.weight").sum(), sin
 
-    rotary.forward = with_gradient  # as a learned position table would
-    with pytest.raises(ModelError, match="layer 0 is given a tensor with a gradient besides its hidden state"):
+def test_a_layer_that_fills_a_list_is_refused() -> None:
+    model = altered(Filling)
+    decoder = model.get_submodule("model")
+    plain = decoder.forward
+    decoder.forward = lambda *args, **kwargs: plain(*args, seen=[], **kwargs)
+    with pytest.raises(ModelError, match="layer 0 changes a container that it is called with"):
         split(model)
+
+
+class Streams(nn.Module):
+    """A decoder of another shape: two streams, a stack that is run twice, and a norm and a gate between the rounds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = inner.get_submodule("embed_tokens")
+        self.layers = nn.ModuleList(Mixing() for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+        self.gate = nn.Parameter(torch.ones(64))
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> BaseModelOutputWithPast:
+        embedded = self.embed_tokens(input_ids)
+        state, slow = embedded, embedded.new_zeros(embedded.shape)
+        for _round in range(2):
+            state = self.norm(state) + embedded * self.gate
+            for layer in self.layers:
+                state, slow, _ = layer(state, embedded, slow=slow)
+            slow[:, 0] = state[:, 0]
+        return BaseModelOutputWithPast(last_hidden_state=state + slow * embedded)
+
+
+class Mixing(nn.Module):
+    """Returns two streams and a number of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(
+        self, state: torch.Tensor, embedded: torch.Tensor, *, slow: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state = state + torch.tanh(self.first(state)) * embedded
+        return state, slow + self.second(state), state.argmax(-1)
+
+
+def test_several_tensors_between_layers_and_code_of_the_models_own_there() -> None:
+    config = tiny_config("llama")
+    built, model = build_model(config), reference_model(config)
+    torch.manual_seed(3)
+    decoder = Streams(model.get_submodule("model"))
+    model.model = decoder
+    built.model = Streams(built.get_submodule("model"))
+    staged = split(built)
+    assert len(staged.layers) == 4  # the stack is run twice
+    assert staged.tensor("model.norm.weight")[0] is staged.layers[0] or staged.tensor("model.norm.weight")[0].index == 0
+    expected = reference_step(model, batch_of(), 20)
+    loss, grads = staged_step(staged, model.state_dict(), batch_of(), 20)
+    assert torch.equal(loss, expected)
+    expected_grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_position_table_that_learns_is_handed_to_every_layer() -> None:
+    built, model = build_model(tiny_config("llama")), reference_model(tiny_config("llama"))
+    for module in (built, model):
+        rotary = module.get_submodule("model.rotary_emb")
+        rotary.scale = nn.Parameter(torch.tensor(1.5))
+        rotary.forward = partial(scaled_tables, rotary, rotary.forward)
+    staged = split(built)
+    expected = reference_step(model, batch_of(), 20)
+    loss, grads = staged_step(staged, model.state_dict(), batch_of(), 20)
+    assert torch.equal(loss, expected)
+    assert_same_gradients(model, grads)
+    assert float(grads["model.rotary_emb.scale"]) != 0
+
+
+def scaled_tables(
+    rotary: nn.Module, plain: Callable[..., tuple[torch.Tensor, torch.Tensor]], *args: object, **kwargs: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = plain(*args, **kwargs)
+    return cos * rotary.get_parameter("scale"), sin
 
 
 def test_a_loss_that_is_not_the_loss_function_is_reported(caplog: pytest.LogCaptureFixture) -> None:

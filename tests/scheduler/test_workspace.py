@@ -67,7 +67,7 @@ def allocated_bytes(
             with recorder as profiler:
                 if isinstance(stage, HeadStage):
                     HeadLoss(stage, slice_tokens=loss_slice_tokens).train(
-                        hidden, batch, context, 7, mode=direct, backward=torch.autograd.backward
+                        [hidden], batch, context, 7, mode=direct, backward=torch.autograd.backward
                     )
                 else:
                     assert isinstance(stage, LayerStage)
@@ -123,7 +123,7 @@ def test_equal_layers_need_the_same_and_larger_batches_more() -> None:
     large = workspace.measure(staged, batch_of(0, tokens=48))
     assert len(set(small.stages[1:4])) == 1
     assert all(left < right for left, right in zip(small.stages, large.stages, strict=True))
-    assert small.hidden_shape == (ROWS, 24, 192)
+    assert small.boundary_bytes == 4 * ROWS * 24 * 192
 
 
 def test_measuring_takes_no_memory_for_weights() -> None:
