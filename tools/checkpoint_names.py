@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
 from hoist.tools.errors import CheckpointError
+from hoist.tools.lora import checkpoint_name
 from hoist.tools.safetensors_reader import CheckpointReader, Match, Parts, match
 
 
@@ -56,7 +57,7 @@ def find_parts(reader: CheckpointReader, model: PreTrainedModel) -> dict[str, Pa
     rules: Sequence[Any] = get_model_conversion_mapping(model)
     renamings: list[Any] = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters: list[Any] = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted: dict[str, Any] = dict(model.state_dict())
+    wanted: dict[str, Any] = {checkpoint_name(name) or name: value for name, value in model.state_dict().items()}
     found: dict[str, Parts] = {}
     fused: dict[str, tuple[Any, list[_Source]]] = {}
     for name, entry in reader.tensors.items():

@@ -104,6 +104,14 @@ def train(
             help="Freeze the parameters whose names match; repeat for more. Wins over --train.",
         ),
     ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", rich_help_panel=_WHAT,
+            help="Train LoRA adapters around the frozen model, like r=16,alpha=32,targets=q_proj+v_proj,dropout=0 "
+            "(defaults: these, but targets=all-linear). They and their moments stay in memory. Needs the extra lora.",
+        ),
+    ] = None,
     store: Annotated[
         list[str] | None,
         typer.Option(
@@ -302,13 +310,19 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", show_default=False, help="Largest safetensors file. Default 5GB.")
     ] = "5GB",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Of a store with LoRA adapters, write the whole model with them added, not them alone."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
-    """Write the committed weights as a Hugging Face directory (safetensors, config, tokenizer)."""
-    return _export(store, directory, dtype, max_shard_size, as_json)
+    """Write committed weights as a Hugging Face directory (safetensors, config, tokenizer); adapters as peft does."""
+    return _export(store, directory, dtype, max_shard_size, merge, as_json)
 
 
-def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_json: bool) -> int:
+def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, merge: bool, as_json: bool) -> int:
     from hoist.scheduler.errors import ConfigError
     from hoist.tiers.io.choose import choose_engine
     from hoist.tools.export import export_store
@@ -327,7 +341,7 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
             display.progress("exporting", done, total)
 
         summary = export_store(
-            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, progress=progress
+            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, merge=merge, progress=progress
         )
     if as_json:
         typer.echo(
@@ -337,6 +351,7 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
                     "step": summary.step,
                     "tensors": summary.num_tensors,
                     "bytes": summary.num_bytes,
+                    **({} if summary.base is None else {"base": summary.base}),
                 }
             )
         )
@@ -345,7 +360,11 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, as_js
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
             f"to {summary.directory}"
         )
-        typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+        if summary.base is None:
+            typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+        else:
+            base = f"AutoModelForCausalLM.from_pretrained({summary.base!r})"
+            typer.echo(f"load it: PeftModel.from_pretrained({base}, {str(summary.directory)!r})")
     return 0
 
 

@@ -19,8 +19,19 @@ from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import PlacedTensor, StageLayout
 from hoist.tiers.store import Store
+from hoist.tools.adapter_export import (
+    WEIGHTS_FILE,
+    Merge,
+    adapter_names,
+    elements,
+    merged_elements,
+    merged_names,
+    write_config,
+)
 from hoist.tools.errors import ExportError
+from hoist.tools.lora import ADAPTER_KEY
 from hoist.tools.model_files import copy_model_files
+from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 
 #: Elements that are read at a time, and the writer's buffer: 8 + 8 MiB in all.
@@ -41,6 +52,8 @@ class ExportSummary:
     num_tensors: int
     num_bytes: int
     """Bytes of all tensors."""
+    base: str | None = None
+    """The model that adapters, if these were written, belong to; None for a whole model."""
 
 
 def export_store(
@@ -50,10 +63,12 @@ def export_store(
     engine: IoEngine,
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportSummary:
     """Write the last commit's weights and the model's small files to the new directory ``target``.
 
+    Of a store with adapters these alone are written, as peft does, or with ``merge`` the model with them added.
     Tied tensors are written once. Weights, frozen ones too, are written as ``dtype``, buffers as they are kept.
     Needs about 24 MiB, whatever the model's size. The store may be trained meanwhile, but not for longer than to its
     next commit: then ExportError. On any failure nothing is left at ``target``. Raises ConfigError for a ``dtype`` that
@@ -65,11 +80,19 @@ def export_store(
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
-        tensors: dict[str, tuple[StageLayout, PlacedTensor]] = {
+        stored: dict[str, tuple[StageLayout, PlacedTensor]] = {
             placed.spec.name: (layout, placed)
             for layout in store.layouts
             for placed in (*layout.trainable, *layout.frozen)
         }
+        adapter = store.attributes.get(ADAPTER_KEY)
+        if merge and adapter is None:
+            raise ConfigError(f"--merge: {store.directory} has no adapters to merge; leave it out")
+        names = {name: name for name in stored}
+        if adapter is not None:
+            names = merged_names(stored) if merge else adapter_names(stored)
+        alone = adapter is not None and not merge
+        tensors = {given: stored[name] for given, name in names.items()}
         exported = {
             name: DTYPES[dtype]
             if placed.spec.trainable or placed.spec.frozen_weight
@@ -83,23 +106,26 @@ def export_store(
             with StreamingWriter(
                 target,
                 [(name, exported[name], placed.spec.shape) for name, (_, placed) in tensors.items()],
-                max_shard_bytes,
+                2**63 if alone else max_shard_bytes,
                 engine=engine,
                 staging=arena.lease(STAGING_BYTES, "staging").tensor,
+                single_file=WEIGHTS_FILE if alone else SINGLE_FILE,
             ) as writer:
                 done = 0
                 for planned in writer.plan:
-                    layout, placed = tensors[planned.name]
-                    read = reader.weights if placed.spec.trainable else reader.frozen
-                    start = 0
-                    while start < placed.spec.num_elements:
-                        part = read(layout, placed, start)
+                    if adapter is not None and merge:
+                        parts = merged_elements(reader, stored, names[planned.name], Merge.of(adapter))
+                    else:
+                        parts = elements(reader, *tensors[planned.name])
+                    for part in parts:
                         writer.write(planned.name, part)
-                        start += part.numel()
                         done += part.numel() * planned.dtype.itemsize
                         if progress is not None:
                             progress(done, total)
-                copy_model_files(store.directory / MODEL_DIRECTORY, writer.temporary_directory, dtype=dtype)
+                if adapter is not None and alone:
+                    write_config(writer.temporary_directory, adapter)
+                else:
+                    copy_model_files(store.directory / MODEL_DIRECTORY, writer.temporary_directory, dtype=dtype)
                 if not store.is_current():
                     raise ExportError(
                         f"{store.directory}: a run committed while it was exported; stop the run or export again"
@@ -108,5 +134,9 @@ def export_store(
             reader.close()
             arena.close()
         return ExportSummary(
-            directory=target, step=store.record.step, num_tensors=len(tensors), num_bytes=total
+            directory=target,
+            step=store.record.step,
+            num_tensors=len(tensors),
+            num_bytes=total,
+            base=str(adapter.get("base_model_name_or_path")) if adapter is not None and alone else None,
         )

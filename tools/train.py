@@ -43,6 +43,7 @@ from hoist.tools.drives import follow, shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
+from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes
 from hoist.tools.options import AUTO, TrainOptions
@@ -76,6 +77,8 @@ class _Prepared:
     model: StagedModel
     layouts: tuple[StageLayout, ...]
     setup: Setup
+    adapter: Mapping[str, Any] | None
+    """peft's configuration of a new store's adapters; None if it has none."""
     weights: Source
     """Of a new store."""
     baseline_bytes: int
@@ -143,7 +146,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
-        model = _staged(options, source, layouts)
+        model, adapter = _staged(options, source, layouts)
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
@@ -159,7 +162,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             Store.check_creation(
                 directory,
                 layouts=layouts,
-                attributes=_attributes(options, source),
+                attributes=_attributes(options, source, adapter),
                 num_slots=setup.num_slots,
                 scratch_bytes=setup.scratch_bytes + small_bytes(source),
                 drives=measured,
@@ -180,7 +183,8 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         model=model,
         layouts=layouts,
         setup=setup,
-        weights=weights,
+        adapter=adapter,
+        weights=weights if adapter is None else with_adapters(weights, options.seed),
         baseline_bytes=baseline_bytes,
     )
 
@@ -226,11 +230,21 @@ def _engine(kind: str) -> IoEngine:
         raise RefusalError(f"--io {kind}: {error}") from error
 
 
-def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]) -> StagedModel:
-    """The model in stages; frozen weights are kept as they are in the store (``layouts``), or in the checkpoint."""
+def _staged(
+    options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]
+) -> tuple[StagedModel, Mapping[str, Any] | None]:
+    """The model in stages, and peft's configuration of its adapters, if it is to have some.
+
+    Frozen weights are kept as they are in the store (``layouts``), or in the checkpoint.
+    """
+    adapter: Mapping[str, Any] | None = None
+    lora = options.lora_options()
     try:
         model = build_model(source.config, attention=options.attention, dropout=options.dropout)
-        choose_trained(model, train=options.train, freeze=options.freeze)
+        if lora is not None:
+            adapter = add_adapters(model, lora, base=str(source.directory or source.name))
+        else:
+            choose_trained(model, train=options.train, freeze=options.freeze)
         staged = split(model)
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
@@ -240,7 +254,7 @@ def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageL
     else:
         dtypes = {} if source.checkpoint is None else checkpoint_dtypes(source.checkpoint, staged)
     staged.keep_frozen_as(dtypes)
-    return staged
+    return staged, adapter
 
 
 def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
@@ -390,7 +404,7 @@ def _store(
                 setup=run.setup,
                 engine=engine,
                 source=run.weights,
-                attributes=_attributes(options, run.source),
+                attributes=_attributes(options, run.source, run.adapter),
                 run={"options": options.remembered()},
                 extras=lambda folder: save_model_files(run.source, folder),
                 drives=run.drives,
@@ -414,8 +428,9 @@ def _undone(tokens: TokenSource | None) -> Iterator[None]:
         raise
 
 
-def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]:
+def _attributes(options: TrainOptions, source: ModelSource, adapter: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {
+        **({} if adapter is None else {ADAPTER_KEY: adapter}),
         "model": {
             "name": source.name,
             "type": source.config.model_type,
