@@ -10,7 +10,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,8 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, *, base: str) -> 
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError(f"--lora: needs peft ({error}); install it: pip install 'hoist-engine[lora]'") from None
-    _check_targets(model, options)
+    targets = _targets(model, options)
     alpha: Any = int(options.alpha) if options.alpha.is_integer() else options.alpha  # its type says int alone
-    targets = ALL_LINEAR if ALL_LINEAR in options.targets else sorted(options.targets)
     config: Any = LoraConfig(
         r=options.r,
         lora_alpha=alpha,
@@ -121,27 +120,35 @@ def with_adapters(base: Source, seed: int) -> Source:
     return fill
 
 
-def _check_targets(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Refuse a target that names no linear layer, or one whose weight another place has too."""
+def _targets(model: PreTrainedModel, options: LoraOptions) -> list[str]:
+    """What peft puts adapters around; refuses a name of no linear layer, and that of one whose weight is shared."""
+    shared = {place.name for places in shared_locations(model) if len(places) > 1 for place in places}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) or _is_conv1d(module)}
     if ALL_LINEAR in options.targets:
         if len(options.targets) > 1:
             raise ConfigError(f"--lora: targets={'+'.join(options.targets)}: all-linear stands alone; name no others")
-        return
-    shared = {place.name for places in shared_locations(model) if len(places) > 1 for place in places}
-    linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) or _is_conv1d(module)
-    ]
+        head = model.get_output_embeddings()
+        wanted = {name for name in linear if model.get_submodule(name) is not head and f"{name}.weight" not in shared}
+        return _shortened(wanted, [name for name, _ in model.named_modules() if name not in wanted])
     for target in options.targets:
         matched = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matched:
             hint = near(target, sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(f"--lora: targets={target} names no linear layer of the model; {hint}")
-        tied = [name for name in matched if f"{name}.weight" in shared]
+        tied = sorted(name for name in matched if f"{name}.weight" in shared)
         if tied:
             raise ConfigError(
                 f"--lora: targets={target}: the weight of {tied[0]} is shared (tied), and an adapter would be for one "
                 "of its places alone; leave it out"
             )
+    return sorted(options.targets)
+
+
+def _shortened(wanted: set[str], others: Sequence[str]) -> list[str]:
+    """Names by their last parts, where no other module ends so."""
+    taken = {name.rpartition(".")[2] for name in others}
+    last_parts = {name: name.rpartition(".")[2] for name in wanted}
+    return sorted({name if last in taken or last.isdigit() else last for name, last in last_parts.items()})
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:

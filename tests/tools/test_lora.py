@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.config import Order, TrainerConfig
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Kind
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
@@ -30,7 +31,7 @@ from hoist.tools.lora import add_adapters, is_adapter
 from hoist.tools.lora_options import LoraOptions
 from hoist.tools.opening import open_trainer
 from tests.support.commands import Job, curve, hoist, make_job, save_model
-from tests.support.models import batch_of, tiny_config
+from tests.support.models import FAMILIES, batch_of, tiny_config
 from tests.support.sampling import thinned
 from tests.support.training import (
     Engine,
@@ -76,7 +77,12 @@ def lora_recipe(targets: str, family: str = "llama") -> Recipe:
             torch.manual_seed(1)
             inject_adapter_in_model(config, model)
 
-    return Recipe(alter=alter, frozen_dtype="bfloat16", attention="eager" if family == "gemma2" else "sdpa")
+    return Recipe(alter=alter, frozen_dtype="bfloat16", attention=attention_of(family))
+
+
+def attention_of(family: str) -> Literal["sdpa", "eager"]:
+    """Gemma-2 has eager attention only."""
+    return "eager" if family == "gemma2" else "sdpa"
 
 
 @cache
@@ -109,14 +115,35 @@ def test_adapters_are_trained_as_in_plain_pytorch(
         assert got.ops[Kind.READ_STATES] == got.ops[Kind.WRITE_STATES] == got.ops[Kind.READ_WEIGHTS] == 0
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", pytest.param("phi3", marks=pytest.mark.slow)])
-def test_other_families(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gpt2", "all-linear"),
+        ("mixtral", "q_proj+k_proj+v_proj+o_proj"),
+        *(pytest.param(family, "all-linear", marks=pytest.mark.slow) for family in ("gemma2", "phi3", "opt")),
+    ],
+)
+def test_other_families(family: str, targets: str, tmp_path: Path) -> None:
     """GPT-2's weights are [inputs, outputs]."""
-    got = train(
-        tmp_path / "store", tiny_config(family), make_steps(3, 2), lora_recipe("all-linear", family),
-        Engine(pin_trained=True),
-    )  # fmt: skip
-    assert_identical(got, reference("all-linear", 2, family))
+    recipe = lora_recipe(targets, family)
+    got = train(tmp_path / "store", tiny_config(family), make_steps(3, 2), recipe, Engine(pin_trained=True))
+    assert_identical(got, reference(targets, 2, family))
+
+
+def test_all_linear_layers_are_those_of_peft() -> None:
+    """But for routers of experts, which are no linear layers, and packed experts."""
+    for family in FAMILIES:
+        model, theirs = (build_model(tiny_config(family), attention=attention_of(family)) for _ in range(2))
+        add_adapters(model, LoraOptions(r=2), base="base")
+        found = {name for name, _ in model.named_parameters() if is_adapter(name)}
+        if family == "mixtral":
+            assert {name.split(".lora_")[0].rpartition(".")[2] for name in found} == {
+                "q_proj", "k_proj", "v_proj", "o_proj",
+            }  # fmt: skip
+            continue
+        config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2")
+        inject_adapter_in_model(config, theirs, low_cpu_mem_usage=True)
+        assert found == {name for name, _ in theirs.named_parameters() if is_adapter(name)}
 
 
 def test_adapters_stay_in_memory_in_the_smallest_budget(tmp_path: Path) -> None:
