@@ -48,6 +48,8 @@ class Kind(Enum):
     """One micro-batch through one stage without autograd; keeps the boundary activation."""
     LOSS = auto()
     """The last stage's forward and backward on one micro-batch."""
+    EVALUATE = auto()
+    """The last stage's forward on one micro-batch without autograd: its loss alone. Its input is then dropped."""
     BACKWARD = auto()
     """Recompute one stage on one micro-batch and run its backward; gradients accumulate in the stage's buffer."""
     UNBIND = auto()
@@ -90,6 +92,7 @@ LANES: dict[Kind, Lane] = {
     Kind.BIND: Lane.COMPUTE,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.LOSS: Lane.COMPUTE,
+    Kind.EVALUATE: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.UNBIND: Lane.COMPUTE,
     Kind.NORM: Lane.OPTIM,
@@ -164,7 +167,7 @@ class Op:
     micro_batch: int = -1
     piece: int = -1
     slot: int = -1
-    """Staging, state or activation slot; for FORWARD, LOSS and BACKWARD the slot of the stage's input (-1: none)."""
+    """Staging, state or activation slot; for ops that compute the slot of the stage's input (-1: none)."""
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1

@@ -81,6 +81,7 @@ class Phase(Enum):
     FORWARD = auto()
     LOSS = auto()
     BACKWARD = auto()
+    EVALUATE = auto()
 
 
 def first_trained(stages: Sequence[StageShape]) -> int:
@@ -107,6 +108,7 @@ class Plan:
     name: str
     ops: tuple[Op, ...]
     num_micro_batches: int
+    """Micro-batches that pass through the stages; 0 for a flush."""
     cold: bool
     """True: weight buffers hold nothing at the start. False: they hold what the same plan leaves there at its end."""
     pending: bool
@@ -175,6 +177,34 @@ def horizontal(
     """The plan of a micro-batch-major step: the same results, more traffic. Arguments, errors as :func:`vertical`."""
     visits = horizontal_visits(len(stages), num_micro_batches, first_trained(stages))
     return _build("horizontal", stages, buffers, visits, cold, pending)
+
+
+def evaluation(
+    stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, order: str = "vertical"
+) -> Plan:
+    """The plan of a forward alone, between steps: nothing is written but activations that do not fit.
+
+    The delayed updates of the step before must have been done. Weight buffers are left as a step leaves them, so that
+    the next step's plan is the one that would have followed without this. ``order``: "vertical" reads each stage once;
+    "horizontal" takes one micro-batch after another, as it keeps only one's activations.
+    """
+    visits = forward_visits(len(stages), num_micro_batches)
+    if order == "horizontal":
+        visits = tuple(
+            Visit(visit.stage, visit.phase, (micro_batch,))
+            for micro_batch in range(num_micro_batches)
+            for visit in visits
+        )
+    held = _held_at_end(stages, buffers)
+    return _Builder("evaluation", stages, buffers, visits, held=None if cold else held).build_evaluation(held)
+
+
+def forward_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
+    """The forward of :func:`vertical_visits`, of the last stage too."""
+    *forward, turn = (
+        visit for visit in vertical_visits(num_stages, num_micro_batches) if visit.phase is not Phase.BACKWARD
+    )
+    return (*forward, Visit(turn.stage, Phase.EVALUATE, turn.micro_batches))
 
 
 def flush(stages: Sequence[StageShape], buffers: Buffers, *, pending: bool = True) -> Plan:
@@ -275,7 +305,7 @@ def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
     Boundary (s, m) is stage s's output for micro-batch m; in backward the same slot carries its gradient.
     """
     boundaries = [(visit.stage - 1, micro_batch)] if visit.stage > 0 else []
-    if visit.phase is not Phase.LOSS:
+    if visit.phase in (Phase.FORWARD, Phase.BACKWARD):
         boundaries.append((visit.stage, micro_batch))
     return boundaries
 
@@ -391,6 +421,31 @@ class _Builder:
             stashed_gradients=(),
         )
 
+    def build_evaluation(self, held_at_end: dict[int, int]) -> Plan:
+        self.load(self.visits[0].stage)
+        for index, visit in enumerate(self.visits):
+            following = self.visits[index + 1].stage if index + 1 < len(self.visits) else visit.stage
+            # The first stage may follow the last one, in the same buffer: that is free only after the visit.
+            beside = self.buffers.weights[following] != self.buffers.weights[visit.stage]
+            if beside:
+                self.load(following)
+            self.visit(index, visit)
+            if not beside and following != visit.stage:
+                self.load(following)
+        for buffer, stage in sorted(held_at_end.items()):
+            if self.held.get(buffer) != stage:
+                self.load(stage)
+        return Plan(
+            name=self.name,
+            ops=tuple(self.ops),
+            num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
+            cold=self.cold,
+            pending=False,
+            scratch_activations=tuple(sorted(self.activations.ever_spilled)),
+            scratch_gradients=(),
+            stashed_gradients=(),
+        )
+
     def is_delayed(self, stage: int) -> bool:
         """Some pieces of the stage are, or may have to be, updated in the next step's forward."""
         shape = self.stages[stage]
@@ -481,7 +536,7 @@ class _Builder:
         stage = visit.stage
         weights = Resource(Part.WEIGHTS, self.buffers.weights[stage])
         self.emit(Kind.BIND, writes=(weights,), stage=stage)
-        trains = visit.phase is not Phase.FORWARD and bool(self.stages[stage].num_pieces)
+        trains = visit.phase in (Phase.LOSS, Phase.BACKWARD) and bool(self.stages[stage].num_pieces)
         if trains:
             self.fetch_gradient(index, stage)
         for micro_batch in visit.micro_batches:
@@ -506,7 +561,7 @@ class _Builder:
         self.prefetch_activations(set(boundaries))
         resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
         input_slot = slots[0] if stage > 0 else -1
-        output_slot = slots[-1] if visit.phase is not Phase.LOSS else -1
+        output_slot = slots[-1] if visit.phase in (Phase.FORWARD, Phase.BACKWARD) else -1
         # No backward comes back to it, and what a first trained stage would give it nobody wants.
         ends_input = stage > 0 and not self.activations.is_needed(boundaries[0], self.position + 1)
         common: _Numbers = {
@@ -518,6 +573,8 @@ class _Builder:
         }
         if visit.phase is Phase.FORWARD:
             self.emit(Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:])
+        elif visit.phase is Phase.EVALUATE:
+            self.emit(Kind.EVALUATE, common, reads=(weights, *resources))
         else:
             lenders = sorted({owner for owner, _ in self.stages[stage].borrowed})
             loans = [Resource(Part.LOAN, owner) for owner in lenders]

@@ -18,6 +18,7 @@ from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
+from hoist.scheduler.head_loss import HeadLoss, keep_gradient
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
@@ -81,6 +82,7 @@ class Runtime:
         seed: int,
         adam_steps: Mapping[str, int],
         verify_reads: bool = False,
+        loss_slice_tokens: int = 0,
     ) -> None:
         #: Checks what is read for updates; None: nothing is checked.
         self._read_check = ReadCheck(store) if verify_reads else None
@@ -92,6 +94,8 @@ class Runtime:
         self._manager = manager
         self._buffers = buffers
         self._seed = seed
+        #: Most tokens of a slice of the loss; 0: see `head_loss.py`.
+        self._loss_slice_tokens = loss_slice_tokens
         self._layouts: tuple[StageLayout, ...] = store.layouts
         #: Per stage, the cuts that loads and updates share.
         self.pieces: list[tuple[Piece, ...]] = [layout.pieces(piece_elements) for layout in self._layouts]
@@ -130,6 +134,7 @@ class Runtime:
             Kind.UNBIND: self._unbind,
             Kind.FORWARD: self._forward,
             Kind.LOSS: self._loss,
+            Kind.EVALUATE: self._evaluate,
             Kind.BACKWARD: self._backward_op,
             Kind.NORM: self._updates.norm,
             Kind.UPDATE: self._updates.update,
@@ -158,6 +163,12 @@ class Runtime:
         state.contexts = [None] * count
         state.losses = [torch.zeros(())] * count
         self._updates.begin(state)
+        self._steps[state.step] = state
+
+    def begin_evaluation(self, state: StepState) -> None:
+        """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""
+        state.contexts = [None] * len(state.batches)
+        state.losses = [torch.zeros(())] * len(state.batches)
         self._steps[state.step] = state
 
     @property
@@ -358,20 +369,38 @@ class Runtime:
         if op.ends_input:
             self._manager.discard(_boundary(op, -1))
 
+    def _evaluate(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        if not isinstance(stage, HeadStage):
+            raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        self._manager.need(_boundary(op, -1), op.slot)
+        self._seed_for(op, state)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+        )
+        state.contexts[op.micro_batch] = None
+        self._manager.discard(_boundary(op, -1))
+
     def _loss(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
         if not isinstance(stage, HeadStage):
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
-        slot = self._activation(op.slot, state.shapes[op.micro_batch])
-        hidden = self._input(slot, op)
         self._seed_for(op, state)
-        with self._direct[op.stage]:
-            loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
-        self._run_backward(op, state, loss, None)
-        state.losses[op.micro_batch] = loss.detach()
-        self._hand_down(op, state, slot, hidden)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+            mode=self._direct[op.stage],
+            backward=lambda loss: self._run_backward(op, state, loss, None),
+            hands_down=not op.ends_input,
+        )
+        self._hand_down(op, state)
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -392,7 +421,9 @@ class Runtime:
             with self._direct[op.stage]:
                 output = stage.forward(source, self._context(op, state))
             self._run_backward(op, state, output, gradient)
-            self._hand_down(op, state, slot, source)
+            if not op.ends_input:
+                keep_gradient(slot, source)
+            self._hand_down(op, state)
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
         self._manager.discard(_boundary(op, 0))
@@ -403,17 +434,13 @@ class Runtime:
         source = slot.data  # a version counter of its own (see stages.py)
         return source if op.ends_input else source.requires_grad_()
 
-    def _hand_down(self, op: Op, state: StepState, slot: Tensor, source: Tensor) -> None:
-        """The gradient of a stage's input takes the place of that input, which is not needed any more."""
+    def _hand_down(self, op: Op, state: StepState) -> None:
+        """What was a stage's input is its gradient now; or nothing that anybody needs."""
         if op.ends_input:
             self._manager.discard(_boundary(op, -1))
             state.contexts[op.micro_batch] = None
-            return
-        if source.grad is None:
-            slot.zero_()
         else:
-            slot.copy_(source.grad)
-        self._manager.modify(_boundary(op, -1))
+            self._manager.modify(_boundary(op, -1))
 
     def _own_gradient(self, op: Op) -> None:
         """The stage's gradient buffer must hold its own sums, or nothing that is still needed."""

@@ -149,12 +149,15 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
-    tokens = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
-    found = workspace.measure(model, {"input_ids": tokens, "labels": tokens})
+    batch = workspace.largest_batch(model, config)
+    found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
     hidden_bytes = FLOAT_BYTES
     for side in found.hidden_shape:
         hidden_bytes *= side
-    batch_bytes = 2 * tokens.nbytes
+    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
+    # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
+    # follow from what each micro-batch is given, every one has its own.
+    num_contexts = 1 + (config.num_micro_batches if config.extra_inputs else 1)
     weights = [*placed.values(), *(tensor for tensor in fixed.values() if tensor.spec.frozen_weight)]
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in weights), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
@@ -175,8 +178,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
         activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
         num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
-        # Contexts are shared between micro-batches of one shape; a second one exists while it is compared.
-        context_bytes=2 * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
+        context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",

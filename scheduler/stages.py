@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hoist.scheduler.context import Context, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
+from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
 from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
@@ -226,6 +227,18 @@ class LayerStage(Stage):
 class HeadStage(Stage):
     """Everything after the last layer: the rest of the model's own forward, and the loss."""
 
+    #: Logits per token, if any part of the tokens can be run alone and the loss adds up; else 0. Found by split().
+    token_wise_width = 0
+
+    def probe(self) -> None:
+        """Find ``token_wise_width``. The stage must not be bound."""
+        weights = self._owned | self._borrowed
+        self.bind({name: ones_like(weight.spec.shape, weight.dtype) for name, weight in weights.items()})
+        try:
+            self.token_wise_width = width_of_token_wise(self._model, self.logits, self._stack.width)
+        finally:
+            self.unbind(forget=True)
+
     def forward(self, hidden: torch.Tensor, batch: Batch, context: Context, num_items: float) -> torch.Tensor:
         """The loss, 0-d float32: cross-entropy summed over the counted labels of ``batch``, over ``num_items``.
 
@@ -245,6 +258,29 @@ class HeadStage(Stage):
         logits = self.logits(hidden, batch)
         loss: torch.Tensor = self._model.loss_function(
             logits=logits, labels=batch["labels"], vocab_size=logits.shape[-1], num_items_in_batch=num_items
+        )
+        return loss
+
+    def slice_loss(
+        self, hidden: torch.Tensor, input_ids: torch.Tensor, shift_labels: torch.Tensor, num_items: float
+    ) -> torch.Tensor:
+        """What some tokens of a micro-batch add to the loss, 0-d float32; only where ``token_wise_width`` is not 0.
+
+        Args:
+            hidden: the last layer's output at these tokens, [B, S, H].
+            input_ids: the tokens, int64 [B, S].
+            shift_labels: for each the label of the token after it, int64 [B, S].
+            num_items: as for :meth:`forward`.
+        """
+        if num_items <= 0:
+            raise ConfigError(f"num_items is {num_items}: the step has no counted label to learn from")
+        logits = self.logits(hidden, {"input_ids": input_ids})
+        loss: torch.Tensor = self._model.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=logits.shape[-1],
+            num_items_in_batch=num_items,
+            shift_labels=shift_labels,
         )
         return loss
 
@@ -345,7 +381,8 @@ def split(model: PreTrainedModel) -> StagedModel:
     head_index = len(stack.layers) + 1
     stages: list[Stage] = [EmbedStage(0, "embed", model, stack)]
     stages += [LayerStage(n + 1, f"layer.{n}", model, stack, n) for n in range(len(stack.layers))]
-    stages.append(HeadStage(head_index, "head", model, stack))
+    head = HeadStage(head_index, "head", model, stack)
+    stages.append(head)
 
     layers_of_module: dict[int, set[int]] = {}
     for number, layer in enumerate(stack.layers):
@@ -366,6 +403,7 @@ def split(model: PreTrainedModel) -> StagedModel:
         for other in others:
             stages[other]._borrowed[name] = weight
         weight.put(weight.absent)
+    head.probe()
     logger.debug("%s: %d layers, %d tied names", type(model).__name__, len(stack.layers), len(aliases))
     return StagedModel(model, tuple(stages), aliases)
 

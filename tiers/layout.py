@@ -73,6 +73,11 @@ class TensorSpec:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
+    def is_weight(self) -> bool:
+        """A parameter, trained or not, and no buffer."""
+        return self.trainable or self.frozen_weight
+
+    @property
     def compute_dtype(self) -> str:
         """torch's name of the dtype that the model computes with."""
         return "float32" if self.frozen_weight and self.dtype in NARROW_DTYPES else self.dtype

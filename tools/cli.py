@@ -71,7 +71,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="PATH", rich_help_panel=_WHAT,
-            help="Token file (.npy, .bin), text file or folder of text; repeat for more. "
+            help="Text, records (.jsonl, .json), token ids (.npy, .bin) or a folder of them; repeat for more. "
             "Left out, with tiny: Python's standard library.",
         ),
     ] = None,
@@ -81,6 +81,20 @@ def train(
     order: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
+    ] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option(
+            "--pack/--no-pack", rich_help_panel=_WHAT, show_default=False,
+            help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool | None,
+        typer.Option(
+            "--truncate", rich_help_panel=_WHAT,
+            help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
+        ),
     ] = None,
     dropout: Annotated[
         str | None,
@@ -258,6 +272,14 @@ def train(
             help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
         ),
     ] = None,
+    loss_slice_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Most tokens whose logits exist at once. Default: as many as have 32 MiB of them, or a quarter of the "
+            "hidden size if more; another number differs in rounding.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="Compute type: auto (default) or float32."),
@@ -305,8 +327,12 @@ def export(
     store: Annotated[Path, typer.Argument(help="The store.")],
     directory: Annotated[Path, typer.Argument(help="New directory for the model.")],
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", show_default=False, help="float32 (default), bfloat16 or float16.")
-    ] = "float32",
+        str | None,
+        typer.Option(
+            metavar="NAME", show_default=False,
+            help="float32, bfloat16 or float16. Default: what the weights came in, or the config says.",
+        ),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", show_default=False, help="Largest safetensors file. Default 5GB.")
     ] = "5GB",
@@ -316,13 +342,22 @@ def export(
             "--merge", help="Of a store with LoRA adapters, write the whole model with them added, not them alone."
         ),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read everything back, and compare it with the store bit for bit, before the directory is there.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
     """Write committed weights as a Hugging Face directory (safetensors, config, tokenizer); adapters as peft does."""
-    return _export(store, directory, dtype, max_shard_size, merge, as_json)
+    return _export(store, directory, dtype, max_shard_size, merge, verify, as_json)
 
 
-def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, merge: bool, as_json: bool) -> int:
+def _export(
+    store: Path, directory: Path, dtype: str | None, max_shard_size: str, merge: bool, verify: bool, as_json: bool
+) -> int:
     from hoist.scheduler.errors import ConfigError
     from hoist.tiers.io.choose import choose_engine
     from hoist.tools.export import export_store
@@ -338,10 +373,12 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, merge
 
         def progress(done: int, total: int) -> None:
             stop.check()
-            display.progress("exporting", done, total)
+            checking = verify and 2 * done > total
+            display.progress("checking the export" if checking else "exporting", done, total)
 
         summary = export_store(
-            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, merge=merge, progress=progress
+            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, merge=merge, verify=verify,
+            progress=progress,
         )
     if as_json:
         typer.echo(
@@ -351,6 +388,8 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, merge
                     "step": summary.step,
                     "tensors": summary.num_tensors,
                     "bytes": summary.num_bytes,
+                    "dtype": summary.dtype,
+                    "verified": verify,
                     **({} if summary.base is None else {"base": summary.base}),
                 }
             )
@@ -358,7 +397,7 @@ def _export(store: Path, directory: Path, dtype: str, max_shard_size: str, merge
     else:
         typer.echo(
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
-            f"to {summary.directory}"
+            f"{summary.dtype}, to {summary.directory}{' (read back: no bit differs)' if verify else ''}"
         )
         if summary.base is None:
             typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")

@@ -1,6 +1,6 @@
-"""Fills a new store from a checkpoint: safetensors to a stage's buffers, read directly, one tensor at a time.
+"""Fills a new store from a checkpoint: files to a stage's buffers, read directly, one tensor at a time.
 
-The files are read by `safetensors_reader.py`; initialisation without a checkpoint is `hoist.scheduler.creation`'s.
+The files are read by `checkpoint.py`; initialisation without a checkpoint is `hoist.scheduler.creation`'s.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers.arena import Arena
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import NARROW_DTYPES, StageLayout, TensorSpec
+from hoist.tools.checkpoint import CheckpointReader, Match
 from hoist.tools.checkpoint_names import match_model
 from hoist.tools.lora import checkpoint_name, is_adapter
-from hoist.tools.safetensors_reader import CheckpointReader, Match
 
 #: Elements that :func:`check_weights` looks at in one go, and bytes that it reads at a time: 8 + 4 MiB in all.
 _WINDOW_ELEMENTS = 2 * 2**20

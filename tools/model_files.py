@@ -7,18 +7,62 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.store import Store
 from hoist.tools.presets import CONFIG_FILE, ModelSource
 from hoist.tools.safetensors_writer import sync_path
 
-#: Suffixes of files that belong to a tokenizer or a template.
-_SUFFIXES = frozenset({".json", ".model", ".txt", ".jinja", ".tiktoken"})
+#: Suffixes of files that belong to a tokenizer or a template, and of code of the model's own, which is never run here.
+_SUFFIXES = frozenset(
+    {".json", ".model", ".txt", ".jinja", ".tiktoken", ".spm", ".bpe", ".vocab", ".v1", ".v2", ".v3", ".py"}
+)
+#: The terms that weights come under go with them.
+_TERMS = frozenset({"LICENSE", "LICENSE.md", "NOTICE", "NOTICE.md", "USE_POLICY.md"})
 _WEIGHT_INDEX = ".index.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightTypes:
+    """The types that weights came in, and go out in by default. The store itself keeps float32 of them all."""
+
+    main: str
+    """Of most: float32, bfloat16 or float16."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Of the rest, by the names that they have in files."""
+
+    def of(self, name: str) -> str:
+        """Type of one tensor."""
+        return self.others.get(name, self.main)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the store keeps it."""
+        return {"dtype": self.main, "others": dict(self.others)}
+
+
+def weight_types(source: ModelSource) -> WeightTypes:
+    """The types of a source's weights; for weights that are initialised, what the config says."""
+    main = _exportable(source.dtype)
+    tensors = {} if source.checkpoint is None else source.checkpoint.tensors
+    found = {name: _exportable(entry.dtype) for name, entry in tensors.items() if entry.dtype.is_floating_point}
+    return WeightTypes(main=main, others={name: dtype for name, dtype in found.items() if dtype != main})
+
+
+def stored_weight_types(store: Store) -> WeightTypes:
+    """What :func:`weight_types` was when the store was made; float32 for a store that does not say."""
+    kept = store.attributes.get("model", {}).get("weights", {})
+    return WeightTypes(main=kept.get("dtype", "float32"), others=kept.get("others", {}))
+
+
+def _exportable(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.") if dtype in (torch.bfloat16, torch.float16) else "float32"
 
 
 def save_model_files(source: ModelSource, directory: Path) -> None:
@@ -77,11 +121,12 @@ def small_bytes(source: ModelSource) -> int:
 
 
 def _is_small_file(path: Path) -> bool:
-    return path.is_file() and path.suffix in _SUFFIXES and not path.name.endswith(_WEIGHT_INDEX)
+    wanted = path.suffix in _SUFFIXES or path.name in _TERMS
+    return wanted and path.is_file() and not path.name.endswith(_WEIGHT_INDEX)
 
 
-def copy_model_files(directory: Path, target: Path, *, dtype: str) -> None:
-    """Copy everything in a store's `model/` to ``target``, with the config's dtype set to what is exported there."""
+def copy_model_files(directory: Path, target: Path, *, dtype: str, architecture: str) -> None:
+    """Copy everything in a store's `model/` to ``target``, with dtype and class in the config as exported there."""
     for path in sorted(directory.iterdir()):
         if path.is_dir():
             shutil.copytree(path, target / path.name)
@@ -89,5 +134,6 @@ def copy_model_files(directory: Path, target: Path, *, dtype: str) -> None:
             shutil.copyfile(path, target / path.name)
     config: dict[str, Any] = json.loads((target / CONFIG_FILE).read_text())
     config["dtype"] = dtype
+    config["architectures"] = [architecture]
     config.pop("torch_dtype", None)
     (target / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -32,7 +32,7 @@ from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
 from hoist.tools.lora_options import LoraOptions
-from hoist.tools.model_files import config_difference, load_config, save_model_files
+from hoist.tools.model_files import config_difference, load_config, save_model_files, weight_types
 from hoist.tools.presets import load_model_source
 
 
@@ -138,7 +138,12 @@ def open_trainer(
                     source=weights if adapter is None else with_adapters(weights, config.seed),
                     attributes={
                         **({} if adapter is None else {ADAPTER_KEY: adapter}),
-                        "model": {"name": source.name, "type": source.config.model_type, "attention": attention},
+                        "model": {
+                            "name": source.name,
+                            "type": source.config.model_type,
+                            "attention": attention,
+                            "weights": weight_types(source).to_json(),
+                        },
                         "optimizer": {"kind": "adamw"},
                     },
                     extras=lambda folder: save_model_files(source, folder),

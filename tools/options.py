@@ -23,6 +23,7 @@ from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
 from hoist.tools.lora_options import LoraOptions
+from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
@@ -66,6 +67,7 @@ MINIMA: Mapping[str, int] = {
     "snapshot_every": 0,
     "keep_snapshots": 0,
     "seed": 0,
+    "loss_slice_tokens": 0,
 }
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
@@ -95,7 +97,7 @@ class TrainOptions:
     model: str = "tiny"
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
-    """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
+    """Text, records, token files, folders; empty: the standard library's sources, if the model is ``tiny``."""
     train: tuple[str, ...] = ()
     """Patterns over parameter names: these alone are trained. Empty: all are."""
     freeze: tuple[str, ...] = ()
@@ -146,11 +148,17 @@ class TrainOptions:
     seed: int = 0
     """Seeds initial weights, the shuffle and dropout."""
     order: DataOrder = "sequential"
-    """Order of the windows."""
+    """Order of the rows."""
+    pack: bool = True
+    """Rows are as full as can be; else each has one document and is padded."""
+    truncate: bool = False
+    """Cut examples that are longer than a row, instead of refusing them."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
     delay: str = "0"
     """Share of the optimizer's work that is done in the next step's forward (with exact clipping all), or auto."""
+    loss_slice_tokens: int = 0
+    """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
     dropout: float | None = None
@@ -282,6 +290,10 @@ class TrainOptions:
         """The first of the store's directories: what the store is known by."""
         return self.store[0]
 
+    def row_rules(self, *, pad_id: int = 0) -> RowRules:
+        """How documents become rows."""
+        return RowRules(seq_len=self.seq_len, pack=self.pack, pad_id=pad_id)
+
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
         try:
@@ -290,6 +302,7 @@ class TrainOptions:
                 micro_batch_size=self.micro_batch_size,
                 seq_len=self.seq_len,
                 num_micro_batches=self.micro_batches,
+                extra_inputs=extra_inputs(self.row_rules()),
                 optimizer=AdamWHyperparameters(
                     lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
                 ),
@@ -311,6 +324,7 @@ class TrainOptions:
                 residency=self.residency,
                 resident_weights=self.residency > 0.0,
                 pin_trained=self.lora is not None,
+                loss_slice_tokens=self.loss_slice_tokens,
                 verify_reads=self.verify == "always",
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."

@@ -1,7 +1,7 @@
 """Where a model comes from: `--model` names a preset or a Hugging Face directory, and becomes a :class:`ModelSource`.
 
 Nothing is built or loaded here but small files and the checkpoint's headers. Reading weights is in
-`safetensors_reader.py`, tokenizing in `text.py`, building the model in `hoist.scheduler`.
+`checkpoint.py`, tokenizing in `text.py`, building the model in `hoist.scheduler`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Pre
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hoist.tools.checkpoint import CheckpointReader
+from hoist.tools.checkpoint_files import WEIGHT_FILES, find_checkpoint
 from hoist.tools.errors import ModelSourceError
-from hoist.tools.safetensors_reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from hoist.tools.text import ModelTokenizer
 
 CONFIG_FILE = "config.json"
@@ -219,7 +220,7 @@ def load_model_source(model: str) -> ModelSource:
     directory = directory.absolute()
     config = _read_config(directory)
     try:
-        checkpoint = CheckpointReader.find(directory)
+        checkpoint = find_checkpoint(directory)
         if checkpoint is None:
             _refuse_foreign_weights(directory)
         tokenizer = ModelTokenizer.find(directory)
@@ -282,7 +283,7 @@ def _refuse_foreign_weights(directory: Path) -> None:
     )
     if foreign:
         raise ModelSourceError(
-            f"--model {directory}: its weights ({', '.join(foreign[:3])}) are not read; allowed are {SINGLE_FILE} and "
-            f"{INDEX_FILE}: convert with from_pretrained and save_pretrained, or keep {CONFIG_FILE} alone for new "
-            "weights"
+            f"--model {directory}: its weights ({', '.join(foreign[:3])}) are not read; allowed are "
+            f"{', '.join(WEIGHT_FILES)}: convert with from_pretrained and save_pretrained, or keep {CONFIG_FILE} alone "
+            "for new weights"
         )

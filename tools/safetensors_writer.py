@@ -8,9 +8,11 @@ is durable: the target is there whole or not at all. Reading is in `safetensors_
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,8 +27,9 @@ import torch
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 from hoist.tiers.layout import round_up
+from hoist.tools.checkpoint import check_staging
 from hoist.tools.errors import ExportError, ExportRefusedError
-from hoist.tools.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, check_staging
+from hoist.tools.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 
 #: Shards are at most this large, unless one tensor alone is larger (what save_pretrained does by default).
 MAX_SHARD_BYTES = 5 * 10**9
@@ -136,9 +139,12 @@ class StreamingWriter:
         #: Shard that is open (-1: none yet), and where the buffer being filled goes.
         self._shard = -1
         self._offset = 0
+        self._complete = False
         self._made = [path for path in reversed(self._target.parents) if not path.exists()]
         #: Where everything is written until the end; config and tokenizer files may be saved here too.
         self.temporary_directory = self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.tmp")
+        #: Open directory with a lock on it, so that others see that its writer lives; -1 if there is none.
+        self._lock = -1
         self._prepare()
 
     def _prepare(self) -> None:
@@ -157,7 +163,9 @@ class StreamingWriter:
                     "another disk"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(target)
             self.temporary_directory.mkdir()
+            self._lock = _try_lock(self.temporary_directory)
         except ExportRefusedError:
             raise
         except OSError as error:
@@ -189,12 +197,13 @@ class StreamingWriter:
         self._append(piece, tensor.dtype)
         self._element += piece.numel()
 
-    def finish(self) -> None:
-        """Complete the last shard, write the index, make everything durable and give the directory its name.
+    def complete(self) -> None:
+        """Write the last shard's rest and the index, all still under the temporary name; the staging is free then.
 
-        Raises ValueError if tensors are missing. On any failure the temporary directory is still there until
-        :meth:`abort`.
+        Raises ValueError if tensors are missing. Idempotent.
         """
+        if self._complete:
+            return
         self._skip_complete()
         if self._tensor < len(self.plan):
             raise ValueError(
@@ -206,12 +215,27 @@ class StreamingWriter:
             self._close_shard()
             if self._num_shards > 1:
                 self._write_index()
+        self._complete = True
+
+    def finish(self) -> None:
+        """:meth:`complete`, then make everything durable and give the directory its name.
+
+        On any failure the temporary directory is still there until :meth:`abort`.
+        """
+        self.complete()
+        with self._failures():
             for path in sorted(self.temporary_directory.rglob("*"), reverse=True):
                 sync_path(path)
             sync_path(self.temporary_directory)
             self.temporary_directory.rename(self._target)  # replaces an empty directory, fails on anything else
             for path in (self._target.parent, *(made.parent for made in self._made)):
                 sync_path(path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -237,6 +261,7 @@ class StreamingWriter:
         self._remove()
 
     def _remove(self) -> None:
+        self._unlock()
         shutil.rmtree(self.temporary_directory, ignore_errors=True)
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):  # not empty, the export is done; or it was never made
@@ -353,6 +378,30 @@ def _header(tensors: Sequence[PlannedTensor]) -> bytearray:
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     length = round_up(8 + len(text), IO_ALIGN_BYTES) - 8
     return bytearray(length.to_bytes(8, "little") + text.ljust(length))
+
+
+def _try_lock(directory: Path) -> int:
+    """A directory opened and locked; -1 where another holds it, or the file system has no locks."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what an export to the same target left that was killed: no living writer holds it."""
+    temporary = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+    for path in target.parent.iterdir():
+        if not temporary.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        with contextlib.suppress(OSError):  # another has removed it
+            lock = _try_lock(path)
+            if lock >= 0:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 def sync_path(path: Path) -> None:

@@ -19,7 +19,7 @@ from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from hoist.tools.export import export_store
 from hoist.tools.import_weights import checkpoint_weights
-from hoist.tools.safetensors_reader import CheckpointReader
+from hoist.tools.safetensors_reader import SafetensorsReader
 from tests.support.engines import RecordedRequest, RecordingEngine
 from tests.support.faults import NUM_STEPS, Course, copy_store, create, go_on, job, snapshot, undisturbed
 from tests.support.models import reference_model
@@ -85,7 +85,7 @@ def test_an_import_reads_the_store_aligned_and_writes_it_aligned(tmp_path: Path)
     what = job("vertical")
     reference_model(what.config).save_pretrained(tmp_path / "checkpoint")
     with RecordingEngine(DirectEngine(num_threads=2)) as engine:
-        reader = CheckpointReader(tmp_path / "checkpoint")
+        reader = SafetensorsReader(tmp_path / "checkpoint")
         source = checkpoint_weights(reader, what.staged, engine)
         create(what, tmp_path / "store", engine, source=source)
     unaligned = {(request.operation, request.path.suffix) for request in engine.unaligned}

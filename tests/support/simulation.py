@@ -52,8 +52,9 @@ class Simulation:
     """Steps 0, 1, 2 ...; the weights that step t computes with have version t, its updates make version t + 1.
 
     Delayed updates run in the plan of the step after theirs, or in a flush, which is no step of its own: it has the
-    number of the step that follows it. With speculative updates some steps, by chance, turn out to need scaling: what
-    their updates have made at once is a guess, and nobody may use it before it has been made again.
+    number of the step that follows it; so has an evaluation. With speculative updates some steps, by chance, turn out
+    to need scaling: what their updates have made at once is a guess, and nobody may use it before it has been made
+    again.
     """
 
     def __init__(self, shapes: Sequence[StageShape], buffers: Buffers, *, seed: int, num_slots: int = 2) -> None:
@@ -100,11 +101,11 @@ class Simulation:
         upcoming: list[tuple[int, LinkedPlan]] = []
         for linked, commit in zip(plans, commits or [True] * len(plans), strict=True):
             upcoming.append((self.number, linked))
-            if linked.plan.num_micro_batches:
+            if linked.plan.name not in ("flush", "evaluation"):
                 self.due |= {self.number} if commit else set()
                 self.scaled[self.number] = self.random.random() < 0.5
                 self.number += 1
-        if plans and not plans[-1].plan.num_micro_batches:
+        if plans and plans[-1].plan.name == "flush":
             self.due.add(self.number)
         while upcoming or steps:
             if upcoming and len(steps) < 2:
@@ -325,6 +326,11 @@ class Simulation:
         if op.stage:
             self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
         flight.writes["activation", op.output_slot] = ("value", op.stage, op.micro_batch, step)
+
+    def _evaluate(self, op: Op, step: int, flight: InFlight) -> None:
+        self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
+        self._see_weights(op, step, flight)
+        self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
 
     def _loss(self, op: Op, step: int, flight: InFlight) -> None:
         self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)

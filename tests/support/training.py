@@ -93,6 +93,8 @@ class Engine:
     """Chunks of every stage (the nearest possible) instead of ``max_chunk_elements``."""
     max_piece_elements: int = CHUNK_QUANTUM_ELEMENTS
     commit_every: int = 2
+    loss_slice_tokens: int = 0
+    """Other numbers than 0 change the result within rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,11 +283,13 @@ def from_weights(weights: Mapping[str, Tensor]) -> Source:
 def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_memory_bytes: int) -> TrainerConfig:
     """The configuration in which ``steps`` fit exactly."""
     shapes = [batch["input_ids"].shape for step in steps for batch in step]
+    keys = {name for step in steps for batch in step for name in batch}
     return TrainerConfig(
         host_memory_bytes=host_memory_bytes,
         micro_batch_size=max(rows for rows, _ in shapes),
         seq_len=max(tokens for _, tokens in shapes),
         num_micro_batches=engine.num_micro_batches or max(len(step) for step in steps),
+        extra_inputs=tuple(sorted(keys - {"input_ids", "labels"})),
         optimizer=recipe.hyperparameters,
         schedule=recipe.schedule,
         no_decay_norms=recipe.no_decay_norms,
@@ -299,6 +303,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         residency=engine.residency,
         pin_trained=engine.pin_trained,
         clip_mode=engine.clip_mode,
+        loss_slice_tokens=engine.loss_slice_tokens,
         validate=True,
     )
 
@@ -341,9 +346,12 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
+    slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
-    waits_or_stays = waits, config.pin_trained
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), waits_or_stays, *sizes)
+    key = (
+        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
+        config.pin_trained,
+    )  # fmt: skip
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))

@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from hoist.tiers.io.direct import DirectEngine
+from hoist.tools.checkpoint import CheckpointReader, Match
 from hoist.tools.checkpoint_names import match_model
 from hoist.tools.errors import CheckpointError
-from hoist.tools.safetensors_reader import CheckpointReader, Match
+from hoist.tools.safetensors_reader import SafetensorsReader
 
 SIZES: dict[type[Any], dict[str, int]] = {
     LlamaConfig: {"intermediate_size": 24},
@@ -67,7 +68,7 @@ def fit(reader: CheckpointReader, model: PreTrainedModel) -> Match:
 
 
 def assert_reads_back(directory: Path, model: PreTrainedModel, engine: DirectEngine, staging: torch.Tensor) -> Match:
-    reader = CheckpointReader(directory)
+    reader = SafetensorsReader(directory)
     found = fit(reader, model)
     found.require()
     for name, value in model.state_dict().items():
@@ -125,7 +126,7 @@ def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path, change: st
     with pytest.raises(
         CheckpointError, match=r"the 2[34] tensors of 'model\.layers\.1\.mlp\.experts\.gate_up_proj' do not fit"
     ):
-        fit(CheckpointReader(tmp_path), model)
+        fit(SafetensorsReader(tmp_path), model)
 
 
 def test_a_missing_expert_is_a_wrong_shape(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_missing_expert_is_a_wrong_shape(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"2 of another shape \(.*gate_up_proj is \[11, 48, 16\], the model has \[12, 48, 16\]"
     ):
-        fit(CheckpointReader(tmp_path), model).require()
+        fit(SafetensorsReader(tmp_path), model).require()
 
 
 def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
@@ -150,4 +151,4 @@ def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"tensors 'embed_out\.weight' and 'lm_head\.weight' are both 'lm_head\.weight'"
     ):
-        fit(CheckpointReader(tmp_path), model)
+        fit(SafetensorsReader(tmp_path), model)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hoist.tiers.errors import HoistError
+from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tools.errors import ExportError, StoppedError
 from hoist.tools.export import export_store
 from hoist.tools.train import train
 from tests.support.commands import Job, hoist, make_job, save_model, tree
+from tests.support.engines import WrapperEngine
+from tests.support.processes import run_in_process
 from tests.support.reporters import Recorder
-from tests.tools.test_import import load, logits, tensors_in
+from tests.tools.test_import import load, logits, round_trip, tensors_in
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
@@ -90,6 +97,8 @@ def test_shards(job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         "step": 0,
         "tensors": len(index["weight_map"]),
         "bytes": index["metadata"]["total_size"],
+        "dtype": "float32",
+        "verified": False,
     }
     assert torch.equal(logits(load(tmp_path / "out")), logits(load(job.model)))
 
@@ -163,3 +172,150 @@ def test_a_damaged_store_is_not_exported(job: Job, tmp_path: Path) -> None:
     with DirectEngine(num_threads=1) as engine, pytest.raises(HoistError, match="weight_hi"):
         export_store(job.store, tmp_path / "out", engine=engine)
     assert tree(tmp_path) == before
+
+
+def test_types_and_names_are_those_of_the_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Some tensors in float32 among bfloat16, one tensor for each expert: what others wrote is what others get."""
+    source = tmp_path / "source"
+    model = save_model(source, "mixtral", dtype=torch.bfloat16)
+    config = json.loads((source / "config.json").read_text())
+    expected = tensors_in(source)
+    norms = [name for name in expected if "norm" in name]
+    expected |= {name: expected[name].float() + 2.0**-20 for name in norms}
+    save_file(expected, source / "model.safetensors", {"format": "pt"})
+    assert any(".experts.3." in name for name in expected) and len(norms) > 3
+    target = round_trip(source, tmp_path, capfd)
+    written = tensors_in(target)
+    assert written.keys() == expected.keys()
+    differing = [name for name in expected if not same_tensor(written[name], expected[name])]
+    assert not differing
+    exported = json.loads((target / "config.json").read_text())
+    assert exported["architectures"] == config["architectures"] == [type(model).__name__]
+    assert exported["dtype"] == "bfloat16"
+    load(target)
+    capfd.readouterr()
+    assert hoist(capfd, "export", tmp_path / "store", tmp_path / "half", "--dtype", "float16").code == 0
+    assert {value.dtype for value in tensors_in(tmp_path / "half").values()} == {torch.float16}
+    assert hoist(capfd, "export", tmp_path / "store", tmp_path / "x", "--dtype", "int8").refusal() == (
+        "--dtype: 'int8' is not one of float32, bfloat16, float16"
+    )
+
+
+def same_tensor(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("chunk", [4096, 12288])
+@pytest.mark.parametrize("tied", [False, True])
+def test_odd_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str], chunk: int, tied: bool) -> None:
+    """Every dimension is prime or odd, so nothing ends where a chunk, a page or a vector does."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 93, "intermediate_size": 131, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 62
+    }  # fmt: skip
+    config: Any = LlamaConfig(vocab_size=503, num_hidden_layers=3, tie_word_embeddings=tied, **sizes)
+    made: Any = LlamaForCausalLM(config)
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    store = tmp_path / "store"
+    arguments = Job.at(tmp_path).arguments(
+        model=tmp_path / "source", steps=0, data=None, max_chunk_elements=chunk, micro_batch_size=1
+    )
+    assert hoist(capfd, *arguments).code == 0
+    assert hoist(capfd, "export", store, tmp_path / "out", "--max-shard-size", "70001B", "--verify").code == 0
+    written, expected = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "source")
+    assert written.keys() == expected.keys()
+    assert all(same_tensor(written[name], expected[name]) for name in expected)
+    unique = sum(parameter.numel() for parameter in made.parameters())
+    assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["metadata"] == {
+        "total_size": 2 * unique
+    }
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
+    load(tmp_path / "out")
+
+
+def test_every_small_file_goes_along_and_no_code_is_run(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = ["tokenizer.model", "vocab.bpe", "merges.txt", "chat_template.jinja", "qwen.tiktoken", "LICENSE",
+             "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json"]  # fmt: skip
+    for name in names:
+        (job.model / name).write_bytes(b"{}")
+    (job.model / "modeling_own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    (job.model / "additional_chat_templates").mkdir()
+    (job.model / "additional_chat_templates" / "tools.jinja").write_text(TEMPLATE)
+    (job.model / "optimizer.pt").write_bytes(b"not a small file")
+    config = json.loads((job.model / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.OwnConfig"}
+    (job.model / "config.json").write_text(json.dumps(config))
+    assert hoist(capfd, *job.arguments(steps=0, data=None)).code == 0
+    assert hoist(capfd, "export", job.store, tmp_path / "out").code == 0
+    for name in (*names, "modeling_own.py", "additional_chat_templates/tools.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (job.model / name).read_bytes(), name
+    assert not (tmp_path / "out" / "optimizer.pt").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+class LyingEngine(WrapperEngine):
+    """Flips a bit of the n-th write, as a drive may."""
+
+    name = "lying"
+
+    def __init__(self, inner: IoEngine, lie_at: int) -> None:
+        super().__init__(inner)
+        self._left = lie_at
+
+    def write(self, path: Path, offset: int, buffer: Tensor) -> Future[None]:
+        self._left -= 1
+        if self._left == 0:
+            buffer = buffer.clone()
+            buffer[buffer.numel() // 2] ^= 1
+        return super().write(path, offset, buffer)
+
+
+def test_verify_finds_a_single_bit(job: Job, tmp_path: Path) -> None:
+    train(job.options(steps=0), Recorder())
+    before = tree(tmp_path)
+    with LyingEngine(DirectEngine(num_threads=1), 1) as engine:
+        export_store(job.store, tmp_path / "unseen", engine=engine)
+    shutil.rmtree(tmp_path / "unseen")
+    with (
+        LyingEngine(DirectEngine(num_threads=1), 1) as engine,
+        pytest.raises(ExportError, match=r"export: tensor '.*' reads back as .* at element \d+, expected "),
+    ):
+        export_store(job.store, tmp_path / "out", engine=engine, verify=True)
+    assert tree(tmp_path) == before
+
+
+def export_until_killed(store: Path, target: Path) -> None:
+    """In a process of its own, which ends in the middle of it."""
+
+    def die(done: int, total: int) -> None:
+        if 2 * done > total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with DirectEngine(num_threads=1) as engine:
+        export_store(store, target, engine=engine, progress=die)
+
+
+def test_what_a_killed_export_left_goes_with_the_next(job: Job, tmp_path: Path) -> None:
+    train(job.options(steps=0), Recorder())
+    target = tmp_path / "out"
+    code, _ = run_in_process(export_until_killed, job.store, target)
+    assert code == -signal.SIGKILL
+    left = list(tmp_path.glob(".out.*.tmp"))
+    assert len(left) == 1 and not target.exists()
+    others = [tmp_path / ".out.notes.tmp", tmp_path / ".out2.01234567.tmp"]
+    for other in others:
+        other.mkdir()
+    beside: list[Path] = []
+
+    def export_beside(done: int, total: int) -> None:
+        if not beside:  # a living export to the same target is left alone
+            beside.extend(tmp_path.glob(".out.*.tmp"))
+            with DirectEngine(num_threads=1) as engine:
+                export_store(job.store, target, engine=engine)
+
+    with DirectEngine(num_threads=1) as engine, pytest.raises(ExportError, match="Directory not empty"):
+        export_store(job.store, target, engine=engine, progress=export_beside)
+    assert not left[0].exists() and beside != left
+    assert sorted(tmp_path.glob(".out*")) == sorted(others)
+    load(target)

@@ -5,6 +5,7 @@ The checkpoints are written by transformers, and what comes out is read by trans
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.checkpoints import TORCH
 from tests.support.commands import MICRO_BATCHES, ROWS, SEQ_LEN, curve, hoist, make_job, save_model
 from tests.support.models import FAMILIES, batch_of, num_counted
 from tests.support.training import same_bits
@@ -52,7 +54,7 @@ def round_trip(source: Path, folder: Path, capfd: pytest.CaptureFixture[str]) ->
         "--micro-batch-size", 1, "--micro-batches", 1, "--max-chunk-elements", 8192,
     )  # fmt: skip
     assert made.code == 0, made.err
-    exported = hoist(capfd, "export", store, target)
+    exported = hoist(capfd, "export", store, target, "--verify")
     assert exported.code == 0, exported.err
     return target
 
@@ -101,7 +103,7 @@ def test_every_bit_comes_back(
     target = round_trip(source, tmp_path, capfd)
     assert_same_tensors(load(target), load(source))
     written = tensors_in(target)
-    assert {value.dtype for value in written.values()} == {torch.float32}
+    assert {value.dtype for value in written.values()} == {dtype}
     # tied weights are written once: as many elements as there are unique parameters and persistent buffers
     state = {value.data_ptr(): value.numel() for value in load(source).state_dict().values()}
     assert sum(value.numel() for value in written.values()) == sum(state.values())
@@ -118,6 +120,29 @@ def test_names_of_memory_and_of_older_files(family: str, tmp_path: Path, capfd: 
     first, second = results
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pytorch_model_bin(sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same tensors as from safetensors; with a tensor that is saved as the transposed view that it was."""
+    model = save_model(tmp_path / "source", "llama", dtype=torch.bfloat16)
+    expected = tensors_in(round_trip(tmp_path / "source", tmp_path, capfd))
+    other = tmp_path / "other" / "source"
+    shutil.copytree(tmp_path / "source", other, ignore=shutil.ignore_patterns("*.safetensors*"))
+    state = dict(model.state_dict())
+    turned = next(name for name in state if name.endswith("q_proj.weight"))
+    state[turned] = state[turned].t().contiguous().t()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # as older transformers saved
+    if sharded:
+        shutil.rmtree(other)
+        names = sorted(state)
+        TORCH.save_shards(other, *({name: state[name] for name in names[first::3]} for first in range(3)))
+        shutil.copyfile(tmp_path / "source" / "config.json", other / "config.json")
+    else:
+        TORCH.save(state, other)
+    found = tensors_in(round_trip(other, other.parent, capfd))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_training_from_a_checkpoint_equals_torch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def test_train_resume_and_export(job: Job, capfd: pytest.CaptureFixture[str]) ->
     assert hoist(capfd, "snapshot", job.store, "third").code == 0
 
     adapter, merged = job.folder / "adapter", job.folder / "merged"
-    exported = hoist(capfd, "export", job.store, adapter)
+    exported = hoist(capfd, "export", job.store, adapter, "--verify")
     assert exported.code == 0, exported.err
     assert f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(job.model)!r})" in exported.out
     with DirectEngine() as engine, Store.open(job.store, engine=engine, writable=False) as store:
@@ -211,7 +211,8 @@ def test_train_resume_and_export(job: Job, capfd: pytest.CaptureFixture[str]) ->
     assert len(written) == len(live) == 2 * 3 * 3
     for name, value in live.items():
         assert torch.equal(written["base_model.model." + name.replace(".default", "")], value), name
-    assert hoist(capfd, "export", job.store, merged, "--merge").code == 0
+    merging = hoist(capfd, "export", job.store, merged, "--merge", "--dtype", "float32", "--verify")
+    assert merging.code == 0, merging.err
 
     assert hoist(capfd, "train", "--store", job.store, "--steps", 4, "--metrics", parts).code == 0
     assert curve(parts) == curve(whole)
@@ -248,7 +249,7 @@ def test_adapters_begin_as_peft_begins_them(job: Job, capfd: pytest.CaptureFixtu
             bound = value.shape[1] ** -0.5
             assert 0.9 * bound < float(value.abs().max()) <= bound
     merged = job.folder / "merged"
-    assert hoist(capfd, "export", job.folder / "store0", merged, "--merge", "--dtype", "bfloat16").code == 0
+    assert hoist(capfd, "export", job.folder / "store0", merged, "--merge").code == 0
     base = tensors_in(job.model)
     assert all(torch.equal(value, base[name]) for name, value in tensors_in(merged).items())
 

@@ -136,13 +136,13 @@ def test_configs_that_cannot_be_used(tmp_path: Path, content: bytes, message: st
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "x.gguf", "model-00001-of-00002.safetensors"]
+    "name", ["tf_model.h5", "pytorch_model-00001-of-00002.bin", "x.gguf", "model-00001-of-00002.safetensors"]
 )
 def test_weights_that_are_not_read_are_never_replaced_silently(tmp_path: Path, name: str) -> None:
     small_config().save_pretrained(tmp_path)
     (tmp_path / name).touch()
     with pytest.raises(
-        ModelSourceError, match=rf"its weights \({name}\) are not read; allowed are model\.safetensors and "
+        ModelSourceError, match=rf"its weights \({name}\) are not read; allowed are model\.safetensors, "
     ):
         load_model_source(str(tmp_path))
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tools.errors import ExportError, ExportRefusedError
-from hoist.tools.safetensors_reader import CheckpointReader
+from hoist.tools.safetensors_reader import SafetensorsReader
 from hoist.tools.safetensors_writer import StreamingWriter, plan_shards
 
 Tensors = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def test_reloads_bit_equal(
         document = json.loads(index.read_text())
         assert document["metadata"]["total_size"] == sum(value.numel() * value.itemsize for value in tensors.values())
         assert set(document["weight_map"].values()) == {file.name for file in files}
-    ours = CheckpointReader(tmp_path / "out")
+    ours = SafetensorsReader(tmp_path / "out")
     assert all(entry.offset % entry.dtype.itemsize == 0 for entry in ours.tensors.values())
 
 
