@@ -18,6 +18,7 @@ if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is
 _HOMES = {
     "AdamWHyperparameters": "hoist.optim",
     "HoistError": "hoist.tiers.errors",
+    "LoraOptions": "hoist.tools.lora_options",
     "Schedule": "hoist.optim",
     "StepMetrics": "hoist.scheduler.trainer",
     "Store": "hoist.tiers.store",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hoist.tiers.io import choose_engine
     from hoist.tiers.store import Store
     from hoist.tools.export import export_store
+    from hoist.tools.lora_options import LoraOptions
     from hoist.tools.opening import open_trainer
     from hoist.tools.read_tensor import read_tensor
 else:
@@ -58,6 +60,7 @@ else:
 __all__ = [
     "AdamWHyperparameters",
     "HoistError",
+    "LoraOptions",
     "Schedule",
     "StepMetrics",
     "Store",

@@ -70,6 +70,9 @@ class TrainerConfig:
     """Use host memory that is left over at last to keep the compute weights of the last stages."""
     residency: float = 1.0
     """Largest share (0 to 1) of the states that host memory that is left over keeps from step to step."""
+    pin_trained: bool = False
+    """All states of what is trained stay in host memory whatever the budget and ``residency``: for adapters, which are
+    small beside a frozen base. A budget that has no room for them is too small."""
     verify_reads: bool = False
     """Check what is read for updates, and frozen tensors, against the stored checksums: damage that comes during a run
     is found before anything made of it is committed. Costs a checksum of what is read."""

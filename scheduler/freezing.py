@@ -30,7 +30,7 @@ def choose_trained(model: nn.Module, *, train: Sequence[str] = (), freeze: Seque
     for option, patterns in (("--train", train), ("--freeze", freeze)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(f"{option}: {pattern!r} matches no parameter of the model; {_near(pattern, names)}")
+                raise ConfigError(f"{option}: {pattern!r} matches no parameter of the model; {near(pattern, names)}")
     trained = [
         parameter.requires_grad
         and (not train or _matches(train, [place.name for place in places]))
@@ -65,8 +65,8 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
-def _near(pattern: str, names: Sequence[str]) -> str:
-    """Names that the pattern may have meant; else what names there are."""
+def near(pattern: str, names: Sequence[str]) -> str:
+    """Names that a pattern may have meant, for a refusal; else what names there are."""
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.5)
     if near:
         return f"near it are {', '.join(near)}"

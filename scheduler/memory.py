@@ -73,7 +73,9 @@ class Demand:
     horizontal: bool
     """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
     keepable: tuple[Candidate, ...] = ()
-    """What may stay in host memory from step to step, the best first."""
+    """What may stay in host memory from step to step, the best first, after those that must stay."""
+    num_pinned: int = 0
+    """How many of them must stay, whatever the budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +242,7 @@ def _pair_bytes(sizes: Sequence[int]) -> int:
 
 
 def smallest(demand: Demand) -> MemoryPlan:
-    """The division that needs the least: everything streams, one gradient buffer, spilled activations."""
+    """The division that needs the least: all that may streams, one gradient buffer, spilled activations."""
     return MemoryPlan(
         demand=demand,
         piece_elements=min(_smallest_piece(demand), demand.max_piece_elements),
@@ -250,6 +252,7 @@ def smallest(demand: Demand) -> MemoryPlan:
         num_gradient_buffers=1,
         num_kept_gradients=0,
         num_resident=0,
+        num_kept=demand.num_pinned,
     )
 
 
@@ -271,7 +274,8 @@ def divide(
     larger and more pieces; then states that stay from step to step, as long as a byte of them saves more than a byte of
     the next two; boundary activations that needn't be spilled; gradients that wait (for the next micro-batch in
     micro-batch-major order, or for delayed updates); the other states; and last the compute weights of stages, which
-    then needn't be put together from their halves again. ``max_kept_bytes`` limits the states.
+    then needn't be put together from their halves again. ``max_kept_bytes`` limits the states, but for those that must
+    stay.
     Raises BudgetError with the smallest budget that works.
     """
     plan = smallest(demand)
@@ -302,7 +306,9 @@ def divide(
         """Take candidates in order, while they are worth more and fit."""
         room = sums[plan.num_kept] + budget_bytes - plan.need_bytes
         fitting = bisect_right(sums, room if max_kept_bytes is None else min(room, max_kept_bytes)) - 1
-        worthy = bisect_left(demand.keepable, -more_than, key=lambda candidate: -candidate.value)
+        worthy = bisect_left(
+            demand.keepable, -more_than, lo=demand.num_pinned, key=lambda candidate: -candidate.value
+        )
         take(replace(plan, num_kept=max(plan.num_kept, min(fitting, worthy))))
 
     keep(more_than=SPILL_VALUE)

@@ -95,6 +95,12 @@ def candidates(
     return tuple(sorted(found, key=rank))
 
 
+def pinned_first(found: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
+    """The candidates with all trained states first, each group as it was, and how many those are."""
+    trained = [candidate for candidate in found if candidate.keep is not Keep.FROZEN]
+    return (*trained, *(candidate for candidate in found if candidate.keep is Keep.FROZEN)), len(trained)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
     """What a run keeps, as its plans and buffers need it."""

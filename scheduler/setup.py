@@ -189,7 +189,11 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         horizontal=config.plan == "horizontal",
     )
     make = vertical if config.plan == "vertical" else horizontal
-    demand = replace(demand, keepable=_keepable(demand, layouts, borrowed, frozen, config))
+    keepable = _keepable(demand, layouts, borrowed, frozen, config)
+    num_pinned = 0
+    if config.pin_trained:
+        keepable, num_pinned = residency.pinned_first(keepable)
+    demand = replace(demand, keepable=keepable, num_pinned=num_pinned)
     max_kept_bytes = math.floor(config.residency * sum(candidate.num_bytes for candidate in demand.keepable))
     division = memory.divide(
         demand,

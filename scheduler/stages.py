@@ -150,28 +150,30 @@ class Stage:
             self._cache = {}
 
     def initialise(self, values: Mapping[str, torch.Tensor], *, seed: int) -> None:
-        """Fill ``values``, the owned tensors by name, in place with transformers' initial distributions.
+        """Fill ``values``, owned tensors by name, in place with transformers' initial distributions.
 
-        Depends on ``seed``, the model and the stage's name alone; torch's generators are left as they were.
+        Owned tensors that are left out (adapters) stay absent. Depends on ``seed``, the model and the stage's name
+        alone; torch's generators are left as they were.
 
         Raises:
-            ValueError: the names are not those of the owned tensors.
+            ValueError: a name is not that of an owned tensor.
             ModelError: transformers gives a tensor no initial value; the values are then undefined.
         """
-        if values.keys() != self._owned.keys():
-            difference = sorted(values.keys() ^ self._owned.keys())
-            raise ValueError(f"stage {self.name}: names missing or not owned: {', '.join(difference[:4])}")
+        unknown = sorted(values.keys() - self._owned.keys())
+        if unknown:
+            raise ValueError(f"stage {self.name}: names not owned: {', '.join(unknown[:4])}")
         self.unbind()
+        wanted = {name: weight for name, weight in self._owned.items() if name in values}
         try:
-            for name, weight in self._owned.items():
+            for name, weight in wanted.items():
                 weight.put(weight.wrap(values[name], trainable=False))
-            targets = {name: weight.places[0] for name, weight in self._owned.items()}
+            targets = {name: weight.places[0] for name, weight in wanted.items()}
             initialize_tensors(self._model, targets, seed=stage_seed(seed, self.name))
-            for name, weight in self._owned.items():
+            for name, weight in wanted.items():
                 if weight.places[0].get().data_ptr() != values[name].data_ptr():
                     raise ModelError(f"{type(self._model).__name__}: _init_weights does not fill {name} in place")
         finally:
-            for weight in self._owned.values():
+            for weight in wanted.values():
                 weight.put(weight.absent)
 
     @contextmanager

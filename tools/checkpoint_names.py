@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 
 from hoist.tools.checkpoint import CheckpointReader, Match, Parts, match
 from hoist.tools.errors import CheckpointError
+from hoist.tools.lora import checkpoint_name
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def find_parts(
     rules: Sequence[Any] = get_model_conversion_mapping(model)
     renamings: list[Any] = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters: list[Any] = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted: dict[str, Any] = dict(model.state_dict())
+    wanted: dict[str, Any] = {checkpoint_name(name) or name: value for name, value in model.state_dict().items()}
     found: dict[str, Parts] = {}
     fused: dict[str, tuple[Any, list[_Source]]] = {}
     for name, shape in shapes.items():

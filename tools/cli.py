@@ -140,6 +140,14 @@ def train(
             help="Freeze the parameters whose names match; repeat for more. Wins over --train.",
         ),
     ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", rich_help_panel=_WHAT,
+            help="Train LoRA adapters around the frozen model, like r=16,alpha=32,targets=q_proj+v_proj,dropout=0 "
+            "(defaults: these, but targets=all-linear). They and their moments stay in memory. Needs the extra lora.",
+        ),
+    ] = None,
     store: Annotated[
         list[str] | None,
         typer.Option(
@@ -366,6 +374,12 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", show_default=False, help="Largest safetensors file. Default 5GB.")
     ] = "5GB",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Of a store with LoRA adapters, write the whole model with them added, not them alone."
+        ),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -375,12 +389,12 @@ def export(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
-    """Write the committed weights as a Hugging Face directory (safetensors, config, tokenizer)."""
-    return _export(store, directory, dtype, max_shard_size, verify, as_json)
+    """Write committed weights as a Hugging Face directory (safetensors, config, tokenizer); adapters as peft does."""
+    return _export(store, directory, dtype, max_shard_size, merge, verify, as_json)
 
 
 def _export(
-    store: Path, directory: Path, dtype: str | None, max_shard_size: str, verify: bool, as_json: bool
+    store: Path, directory: Path, dtype: str | None, max_shard_size: str, merge: bool, verify: bool, as_json: bool
 ) -> int:
     from hoist.scheduler.errors import ConfigError
     from hoist.tiers.io.choose import choose_engine
@@ -401,7 +415,8 @@ def _export(
             display.progress("checking the export" if checking else "exporting", done, total)
 
         summary = export_store(
-            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, verify=verify, progress=progress
+            store, directory, engine=engine, dtype=dtype, max_shard_bytes=shard_bytes, merge=merge, verify=verify,
+            progress=progress,
         )
     if as_json:
         typer.echo(
@@ -413,6 +428,7 @@ def _export(
                     "bytes": summary.num_bytes,
                     "dtype": summary.dtype,
                     "verified": verify,
+                    **({} if summary.base is None else {"base": summary.base}),
                 }
             )
         )
@@ -421,7 +437,11 @@ def _export(
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
             f"{summary.dtype}, to {summary.directory}{' (read back: no bit differs)' if verify else ''}"
         )
-        typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+        if summary.base is None:
+            typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+        else:
+            base = f"AutoModelForCausalLM.from_pretrained({summary.base!r})"
+            typer.echo(f"load it: PeftModel.from_pretrained({base}, {str(summary.directory)!r})")
     return 0
 
 

@@ -14,9 +14,10 @@ from hoist.scheduler.creation import Source, refuse_non_finite
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers.arena import Arena
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.layout import NARROW_DTYPES, StageLayout
-from hoist.tools.checkpoint import CheckpointReader
+from hoist.tiers.layout import NARROW_DTYPES, StageLayout, TensorSpec
+from hoist.tools.checkpoint import CheckpointReader, Match
 from hoist.tools.checkpoint_names import match_model
+from hoist.tools.lora import checkpoint_name, is_adapter
 
 #: Elements that :func:`check_weights` looks at in one go, and bytes that it reads at a time: 8 + 4 MiB in all.
 _WINDOW_ELEMENTS = 2 * 2**20
@@ -25,15 +26,15 @@ _STAGING_BYTES = 4 * 2**20
 
 def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoEngine) -> Source:
     """A source of weights for `create_store`. Raises CheckpointError, at once, if names or shapes do not fit."""
-    names = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors}
-    found = match_model(reader, model.model, names, tuple(model.aliases.items()))
+    found = _match(reader, model, [spec for stage in model.stages for spec in stage.tensors])
     found.require()
     places = {name: number for number, name in enumerate(reader.tensors)}
 
     def fill(stage: Stage, values: Mapping[str, Tensor], staging: Tensor) -> None:
         try:  # as they lie in the files, so that a shard is opened once for a stage
-            for name in sorted(values, key=lambda name: places[found.sources[name][0]]):
-                reader.read_into(found.sources[name], values[name].view(-1), engine=engine, staging=staging)
+            sources = {name: found.sources[_in_checkpoint(name)] for name in values}
+            for name in sorted(values, key=lambda name: places[sources[name][0]]):
+                reader.read_into(sources[name], values[name].view(-1), engine=engine, staging=staging)
         finally:
             reader.forget(engine)
 
@@ -42,16 +43,28 @@ def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoE
 
 def checkpoint_dtypes(reader: CheckpointReader, model: StagedModel) -> dict[str, str]:
     """Frozen weights that the checkpoint has in 16 bits, with their dtype: they need not be kept as float32."""
-    frozen = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors if spec.frozen_weight}
+    frozen = [spec for stage in model.stages for spec in stage.tensors if spec.frozen_weight]
     if not frozen:
         return {}
-    found = match_model(reader, model.model, frozen, tuple(model.aliases.items()))
+    found = _match(reader, model, frozen)
     dtypes: dict[str, str] = {}
-    for name in frozen:
-        parts = {str(reader.tensors[part].dtype).removeprefix("torch.") for part in found.sources.get(name, ())}
+    for spec in frozen:
+        sources = found.sources.get(_in_checkpoint(spec.name), ())
+        parts = {str(reader.tensors[part].dtype).removeprefix("torch.") for part in sources}
         if len(parts) == 1 and parts <= NARROW_DTYPES:
-            dtypes[name] = parts.pop()
+            dtypes[spec.name] = parts.pop()
     return dtypes
+
+
+def _match(reader: CheckpointReader, model: StagedModel, specs: Sequence[TensorSpec]) -> Match:
+    """Find tensors of the model, adapters apart, in its checkpoint, which knows of no adapters."""
+    shapes = {_in_checkpoint(spec.name): spec.shape for spec in specs if not is_adapter(spec.name)}
+    aliases = tuple((_in_checkpoint(other), _in_checkpoint(name)) for other, name in model.aliases.items())
+    return match_model(reader, model.model, shapes, aliases)
+
+
+def _in_checkpoint(name: str) -> str:
+    return checkpoint_name(name) or name
 
 
 def stored_dtypes(layouts: Sequence[StageLayout]) -> dict[str, str]:
@@ -72,8 +85,13 @@ def check_weights(
     Making a store checks its weights too, as it writes them: with a store to lose that is too late. Takes 12 MiB.
     ``progress`` gets done and total elements. Raises CheckpointError or ModelError, TransferError if a read fails.
     """
-    specs = [spec for stage in model.stages for spec in stage.tensors if getattr(torch, spec.dtype).is_floating_point]
-    found = match_model(reader, model.model, {spec.name: spec.shape for spec in specs}, tuple(model.aliases.items()))
+    specs = [
+        spec
+        for stage in model.stages
+        for spec in stage.tensors
+        if getattr(torch, spec.dtype).is_floating_point and not is_adapter(spec.name)
+    ]
+    found = _match(reader, model, specs)
     found.require(allow_unexpected=True)
     arena = Arena(4 * _WINDOW_ELEMENTS + _STAGING_BYTES)
     values = arena.lease(4 * _WINDOW_ELEMENTS, "values").tensor.view(torch.float32)
@@ -83,7 +101,8 @@ def check_weights(
         for spec in specs:
             for start in range(0, spec.num_elements, _WINDOW_ELEMENTS):
                 part = values[: min(_WINDOW_ELEMENTS, spec.num_elements - start)]
-                reader.read_into(found.sources[spec.name], part, start_element=start, engine=engine, staging=staging)
+                source = found.sources[_in_checkpoint(spec.name)]
+                reader.read_into(source, part, start_element=start, engine=engine, staging=staging)
                 refuse_non_finite({spec.name: part})
                 done += part.numel()
                 if progress is not None:

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
@@ -19,7 +19,7 @@ from hoist.scheduler.freezing import choose_trained, train_only, trained_names
 from hoist.scheduler.models import build_model
 from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import lay_out_stages, prepare
-from hoist.scheduler.stages import StagedModel, split
+from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import DirectoryState, check_creatable, directory_state
 from hoist.tiers.dealing import measure, measured_bytes
@@ -31,6 +31,8 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
+from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
+from hoist.tools.lora_options import LoraOptions
 from hoist.tools.model_files import config_difference, load_config, refuse_modules, save_model_files, weight_types
 from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
@@ -46,6 +48,7 @@ def open_trainer(
     dropout: float | None = None,
     train: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    lora: LoraOptions | None = None,
     io: str = "auto",
     fresh: bool = False,
     verify: Literal["resume", "always", "never"] = "resume",
@@ -56,10 +59,11 @@ def open_trainer(
     modules (:func:`stage_modules`), which must be given each time. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
     every dropout probability. ``train`` and ``freeze`` are patterns over parameter names, for a new store: the first
-    name all that is trained (none: everything is), the second what is not; a resumed store has its own. ``fresh``
-    starts over in an existing store. ``verify``: compare every checksum before a store is resumed, ``always`` also
-    those of what is read for updates, ``never`` only sizes. Several directories, the main one first and one on each
-    further drive, make a new store that is spread over them; an existing store needs its main one only.
+    name all that is trained (none: everything is), the second what is not; ``lora`` trains adapters around the frozen
+    model instead, whose states stay in host memory. A resumed store has its own of these. ``fresh`` starts over in an
+    existing store. ``verify``: compare every checksum before a store is resumed, ``always`` also those of what is read
+    for updates, ``never`` only sizes. Several directories, the main one first and one on each further drive, make a new
+    store that is spread over them; an existing store needs its main one only.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
@@ -93,33 +97,40 @@ def open_trainer(
                 f"{directory}: the store holds another model than {source.name}: {difference}; leave model out to go "
                 "on with the store's own, name another store, or set fresh"
             )
-    built = build_model(source.config, attention=attention, dropout=dropout)
-    choose_trained(built, train=train, freeze=freeze)
-    told = trained_names(built) if train or freeze else None
-    staged: StagedModel | None = None
-    if not resume:
-        staged = split(built)
-        if source.checkpoint is not None:
-            staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
-    baseline_bytes = warm_up()
+    if lora is not None and (train or freeze):
+        raise ConfigError("lora: cannot go with train or freeze; it trains its adapters alone")
     with ExitStack() as cleanup:
         engine = cleanup.enter_context(choose_engine(io))
+        opened: Store | None = None
         if resume:
             opened = cleanup.enter_context(
                 Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
             )
-            names = {placed.spec.name for layout in opened.layouts for placed in layout.trainable}
-            train_only(built, names)
+            lora = _stored_lora(opened, lora)
+        built = build_model(source.config, attention=attention, dropout=dropout)
+        adapter: Mapping[str, Any] | None = None
+        if lora is not None:
+            config = replace(config, pin_trained=True)
+            adapter = add_adapters(built, lora, base=str(source.directory or source.name))
+        else:
+            choose_trained(built, train=train, freeze=freeze)
+        told = trained_names(built) if train or freeze else None
+        if opened is not None:
+            train_only(built, {placed.spec.name for layout in opened.layouts for placed in layout.trainable})
             if told not in (None, trained_names(built)):
                 raise ConfigError(
                     f"train, freeze: {directory} was made to train other parameters, and what was frozen has no "
                     "moments to go on with; leave both out, or export the store and train the export in another"
                 )
-            staged = split(built)
+        staged = split(built)
+        if opened is not None:
             staged.keep_frozen_as(stored_dtypes(opened.layouts))
+        elif source.checkpoint is not None:
+            staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
+        baseline_bytes = warm_up()
+        if opened is not None:
             setup = prepare(staged, opened.layouts, config)
         else:
-            assert staged is not None
             setup = prepare(staged, lay_out_stages(staged), config)
             checkpoint = source.checkpoint
             check_creatable(directory, fresh=fresh)
@@ -128,14 +139,16 @@ def open_trainer(
             measured = measure(places, engine, num_bytes=measured_bytes(setup.layouts))
             if checkpoint is not None and present:  # a store that is replaced is removed before weights are written
                 check_weights(checkpoint, staged, engine)
+            weights = checkpoint_weights(checkpoint, staged, engine) if checkpoint else initialised(config.seed)
             opened = cleanup.enter_context(
                 create_store(
                     directory,
                     model=staged,
                     setup=setup,
                     engine=engine,
-                    source=checkpoint_weights(checkpoint, staged, engine) if checkpoint else initialised(config.seed),
+                    source=weights if adapter is None else with_adapters(weights, config.seed),
                     attributes={
+                        **({} if adapter is None else {ADAPTER_KEY: adapter}),
                         "model": {
                             "name": source.name,
                             "type": source.config.model_type,
@@ -154,3 +167,15 @@ def open_trainer(
                 model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup
             )
         )
+
+
+def _stored_lora(store: Store, told: LoraOptions | None) -> LoraOptions | None:
+    """What a store's adapters were made with; None if it has none. Raises ConfigError if ``told`` is something else."""
+    adapter = store.attributes.get(ADAPTER_KEY)
+    stored = None if adapter is None else LoraOptions.of(adapter)
+    if told is not None and (stored is None or not told.agrees(stored)):
+        raise ConfigError(
+            f"lora: {store.directory} was made with {stored or 'no adapters'}, not {told}; leave it out, or name "
+            "another store"
+        )
+    return stored

@@ -22,6 +22,7 @@ from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
+from hoist.tools.lora_options import LoraOptions
 from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
 from hoist.tools.split import LARGEST_SHARE
@@ -85,7 +86,7 @@ WITHOUT_EFFECT = frozenset(
 #: What differs in these, others tell: the model's configuration, the data's content.
 TOLD_ELSEWHERE = frozenset({"model", "data", "validation_data", "validation_split"})
 #: What a store is made for: which tensors have moments. A resume cannot change it.
-FIXED = ("train", "freeze")
+FIXED = ("train", "freeze", "lora")
 _MAX_SEED = 2**63 - 1
 
 
@@ -104,6 +105,8 @@ class TrainOptions:
     """Patterns over parameter names: these alone are trained. Empty: all are."""
     freeze: tuple[str, ...] = ()
     """Patterns over parameter names that are not trained, whatever ``train`` says."""
+    lora: str | None = None
+    """Train adapters around the frozen model instead: their rank and the like, see `tools/lora.py`."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
@@ -228,6 +231,9 @@ class TrainOptions:
                 "--isolate-documents: is not allowed with --no-pack, whose rows have one document each; leave it out"
             )
         self._check_evaluation()
+        if self.lora is not None and (self.train or self.freeze):
+            raise ConfigError("--lora: is not allowed with --train or --freeze; it trains its adapters alone")
+        self.lora_options()
         if not self.store:
             raise ConfigError("--store: nothing given; name a directory, or leave the option out")
         for name in ("store", "model", "metrics"):
@@ -293,10 +299,10 @@ class TrainOptions:
         given = {name: getattr(self, name) for name in self.given | {"store"}}
         now = type(self)(**{**before, **given}, given=self.given)
         for name in FIXED if remembered else ():
-            if getattr(now, name) != before.get(name, ()):
+            if (getattr(now, name) or ()) != (before.get(name) or ()):
                 raise ConfigError(
                     f"{flag(name)}: {_shown(getattr(now, name))} is not what the store was made with "
-                    f"({_shown(before.get(name, ())) or 'without it'}), and what was frozen has no moments to go on "
+                    f"({_shown(before.get(name) or ()) or 'without it'}), and what was frozen has no moments to go on "
                     "with: leave the option out, or export the store and train the export, with another --store"
                 )
         changed = tuple(
@@ -314,6 +320,10 @@ class TrainOptions:
             return parse_bytes(self.host_memory, minimum=1)
         except ValueError as error:
             raise ConfigError(f"--host-memory: {error}") from error
+
+    def lora_options(self) -> LoraOptions | None:
+        """What ``--lora`` says; None without it. Raises ConfigError."""
+        return None if self.lora is None else LoraOptions.parse(self.lora)
 
     @property
     def main_store(self) -> str:
@@ -353,6 +363,7 @@ class TrainOptions:
                 commit_minutes=self.commit_minutes or None,
                 residency=self.residency,
                 resident_weights=self.residency > 0.0,
+                pin_trained=self.lora is not None,
                 loss_slice_tokens=self.loss_slice_tokens,
                 verify_reads=self.verify == "always",
             )

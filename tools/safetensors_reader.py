@@ -39,10 +39,10 @@ class SafetensorsReader(CheckpointReader):
 
     format_name = "safetensors"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, single_file: str = SINGLE_FILE) -> None:
         """Raises :class:`CheckpointError` for anything that is missing, cut short or not what the format allows."""
         directory = directory.absolute()
-        super().__init__(directory, *find_shards(directory, SINGLE_FILE, INDEX_FILE, read_header))
+        super().__init__(directory, *find_shards(directory, single_file, INDEX_FILE, read_header))
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -112,8 +112,9 @@ class StreamingWriter:
         *,
         engine: IoEngine,
         staging: torch.Tensor,
+        single_file: str = SINGLE_FILE,
     ) -> None:
-        """Plan, check the target, and make the temporary directory.
+        """Plan, check the target, and make the temporary directory. One shard alone is called ``single_file``.
 
         Raises :class:`ExportRefusedError`, with nothing left behind, if the target exists and is not an empty
         directory, or its parent cannot be written or has too little room.
@@ -123,6 +124,7 @@ class StreamingWriter:
         self.plan = plan_shards(tensors, max_shard_bytes)
         self._target = directory.absolute()
         self._engine = engine
+        self._single_file = single_file
         half = staging.numel() // 2 // IO_ALIGN_BYTES * IO_ALIGN_BYTES
         #: The two halves of the staging buffer, and the write that each is the source of, if any.
         self._buffers = (staging[:half], staging[half : 2 * half])
@@ -287,8 +289,9 @@ class StreamingWriter:
             self._element = 0
 
     def _shard_path(self, shard: int) -> Path:
-        name = SINGLE_FILE if self._num_shards == 1 else f"model-{shard + 1:05d}-of-{self._num_shards:05d}.safetensors"
-        return self.temporary_directory / name
+        if self._num_shards == 1:
+            return self.temporary_directory / self._single_file
+        return self.temporary_directory / f"model-{shard + 1:05d}-of-{self._num_shards:05d}.safetensors"
 
     def _open_shard(self, shard: int) -> None:
         """Begin a shard: a file of its final length (rounded up to a page), and its header in the buffer."""

@@ -45,6 +45,7 @@ from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
+from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
 from hoist.tools.options import AUTO, TrainOptions
@@ -78,6 +79,8 @@ class _Prepared:
     model: StagedModel
     layouts: tuple[StageLayout, ...]
     setup: Setup
+    adapter: Mapping[str, Any] | None
+    """peft's configuration of a new store's adapters; None if it has none."""
     weights: Source
     """Of a new store."""
     baseline_bytes: int
@@ -150,7 +153,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
-        model = _staged(options, source, layouts)
+        model, adapter = _staged(options, source, layouts)
         if options.isolate_documents:
             _check_isolation(options, model)
         stop.check()
@@ -168,7 +171,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             Store.check_creation(
                 directory,
                 layouts=layouts,
-                attributes=_attributes(options, source),
+                attributes=_attributes(options, source, adapter),
                 num_slots=setup.num_slots,
                 scratch_bytes=setup.scratch_bytes + small_bytes(source),
                 drives=measured,
@@ -189,7 +192,8 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         model=model,
         layouts=layouts,
         setup=setup,
-        weights=weights,
+        adapter=adapter,
+        weights=weights if adapter is None else with_adapters(weights, options.seed),
         baseline_bytes=baseline_bytes,
     )
 
@@ -245,11 +249,21 @@ def _check_positions(options: TrainOptions, source: ModelSource) -> None:
         )
 
 
-def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]) -> StagedModel:
-    """The model in stages; frozen weights are kept as they are in the store (``layouts``), or in the checkpoint."""
+def _staged(
+    options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]
+) -> tuple[StagedModel, Mapping[str, Any] | None]:
+    """The model in stages, and peft's configuration of its adapters, if it is to have some.
+
+    Frozen weights are kept as they are in the store (``layouts``), or in the checkpoint.
+    """
+    adapter: Mapping[str, Any] | None = None
+    lora = options.lora_options()
     try:
         model = build_model(source.config, attention=options.attention, dropout=options.dropout)
-        choose_trained(model, train=options.train, freeze=options.freeze)
+        if lora is not None:
+            adapter = add_adapters(model, lora, base=str(source.directory or source.name))
+        else:
+            choose_trained(model, train=options.train, freeze=options.freeze)
         staged = split(model)
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
@@ -259,7 +273,7 @@ def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageL
     else:
         dtypes = {} if source.checkpoint is None else checkpoint_dtypes(source.checkpoint, staged)
     staged.keep_frozen_as(dtypes)
-    return staged
+    return staged, adapter
 
 
 def _check_isolation(options: TrainOptions, model: StagedModel) -> None:
@@ -473,7 +487,7 @@ def _store(
                 setup=run.setup,
                 engine=engine,
                 source=run.weights,
-                attributes=_attributes(options, run.source),
+                attributes=_attributes(options, run.source, run.adapter),
                 run={"options": options.remembered()},
                 extras=lambda folder: save_model_files(run.source, folder),
                 drives=run.drives,
@@ -498,8 +512,9 @@ def _undone(rows: Sequence[Rows]) -> Iterator[None]:
         raise
 
 
-def _attributes(options: TrainOptions, source: ModelSource) -> Mapping[str, Any]:
+def _attributes(options: TrainOptions, source: ModelSource, adapter: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {
+        **({} if adapter is None else {ADAPTER_KEY: adapter}),
         "model": {
             "name": source.name,
             "type": source.config.model_type,

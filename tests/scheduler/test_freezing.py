@@ -37,6 +37,7 @@ from tests.support.training import (
     train,
     train_reference,
     trained_part,
+    trainer_on,
 )
 
 PLANS: tuple[Order, ...] = ("vertical", "horizontal")
@@ -150,6 +151,26 @@ def test_clipping_is_by_the_norm_of_what_is_trained(choice: str, mode: str, plan
     assert max(scales) < 1.0
     engine = Engine(plan=plan, clip_mode="exact" if mode == "exact" else "speculative")
     assert_identical(train(tmp_path / "store", tiny_config("llama"), steps, clipped, engine), expected)
+
+
+@pytest.mark.parametrize(
+    ("choice", "plan", "budget_factor", "delay"),
+    thinned(4, ("head", "last layer", "norms in the middle", "every other layer"), PLANS, (1.0, 50.0), (0.0, 1.0)),
+)
+def test_evaluations_change_nothing(
+    choice: str, plan: Order, budget_factor: float, delay: float, tmp_path: Path
+) -> None:
+    """Their forward leaves buffers as a step does, whose backward may have ended anywhere."""
+    steps = make_steps(3, 2)
+    recipe = freezing(choice, rounded=torch.bfloat16)
+    engine = Engine(plan=plan, budget_factor=budget_factor, delay=delay)
+    losses = []
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, engine, recipe) as trainer:
+        for step in steps:
+            before = trainer.evaluate(step).loss
+            losses.append(trainer.step(step).loss)
+            assert trainer.evaluate(step).loss < before == losses[-1]
+    assert losses == reference(choice, 2, rounded=torch.bfloat16).losses
 
 
 # ---------------------------------------------------------------------- and nothing else

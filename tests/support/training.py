@@ -84,6 +84,8 @@ class Engine:
     """Keep compute weights in their buffers from step to step where the budget has room for them."""
     residency: float = 0.0
     """Largest share of the states that stays in memory from step to step; none by default, so that NVMe is used."""
+    pin_trained: bool = False
+    """States of what is trained stay in memory whatever ``residency`` says."""
     clip_mode: ClipMode = "exact"
     num_micro_batches: int | None = None
     """Most of any step; by default as many as the steps given have."""
@@ -310,6 +312,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         max_piece_elements=engine.max_piece_elements,
         resident_weights=engine.resident_weights,
         residency=engine.residency,
+        pin_trained=engine.pin_trained,
         clip_mode=engine.clip_mode,
         loss_slice_tokens=engine.loss_slice_tokens,
         validate=True,
@@ -357,7 +360,8 @@ def set_up(
     slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
     key = (
-        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs
+        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
+        config.pin_trained,
     )  # fmt: skip
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
