@@ -31,6 +31,9 @@ class TrainerConfig:
     """Most tokens of a row."""
     num_micro_batches: int
     """Most micro-batches of a step."""
+    extra_inputs: tuple[str, ...] = ()
+    """What micro-batches may have besides ids and labels: ``attention_mask`` or ``position_ids``. The budget then has
+    room for the masks that a model makes of them: each micro-batch has its own."""
     optimizer: AdamWHyperparameters
     """Betas, eps and weight decay. The learning rate is the schedule's."""
     schedule: Schedule
@@ -57,6 +60,10 @@ class TrainerConfig:
     commit_minutes: float | None = None
     """Minutes after which a commit is due at the latest. If this and ``commit_every`` are None: 10 minutes where states
     are kept in memory, which a commit must write, else 10 steps."""
+    loss_slice_tokens: int = 0
+    """Most tokens whose logits exist at once, where the model's head allows it. 0: as many as have 32 MiB of float32
+    logits, or a quarter of the hidden width if that is more. A micro-batch that fits one slice gives the bits of a loss
+    over all its logits; more slices differ from that in rounding, whatever the budget."""
     max_piece_elements: int = 2**20
     """Largest unit of I/O and update (elements, a multiple of 4096); made smaller where the budget is short."""
     resident_weights: bool = True
@@ -94,9 +101,10 @@ class TrainerConfig:
         return self.commit_every, self.commit_minutes
 
     def __post_init__(self) -> None:
-        for name in ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "seq_len"):
+        whole = ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "seq_len")
+        for name in (*whole, "loss_slice_tokens"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if not isinstance(value, int) and not (name == "commit_every" and value is None):
                 raise ConfigError(f"{name}: {value!r} is not a whole number")
         for name in ("clip_norm", "delay", "residency", "commit_minutes"):
             value = getattr(self, name)
@@ -118,6 +126,8 @@ class TrainerConfig:
             raise ConfigError(f"clip_norm: {self.clip_norm} is not a finite number of at least 0 (0: no clipping)")
         if self.max_skipped_steps < 1:
             raise ConfigError(f"max_skipped_steps: {self.max_skipped_steps} is not positive")
+        if self.loss_slice_tokens < 0:
+            raise ConfigError(f"loss_slice_tokens: {self.loss_slice_tokens} is negative; 0 lets the model decide")
         if self.seq_len < 2:
             raise ConfigError(f"seq_len: {self.seq_len} is too short; a label needs a token before it, so at least 2")
         if self.plan not in ("vertical", "horizontal"):

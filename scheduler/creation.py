@@ -26,10 +26,14 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
 
-#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: own dtype) view with the tensor's shape.
+#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: dtype that they are kept in) view with the
+#: tensor's shape.
 #: The last argument is memory that it may use for staging, uint8, 4 KiB-aligned.
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
+
+#: Room in which a checkpoint's tensors can be staged while the former stage is written.
+_STAGING_BYTES = 64 * 1024
 
 
 def initialised(seed: int) -> Source:
@@ -100,15 +104,21 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
-    total = sum(layout.num_elements for layout in setup.layouts)
+    elements = [
+        layout.num_elements + sum(placed.spec.num_elements for placed in layout.frozen) for layout in setup.layouts
+    ]
+    total = sum(elements)
     done = 0
+    # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and what pieces are
+    # written from is used in turn.
+    overlaps = places.gradient_region.nbytes >= min(_STAGING_BYTES, places.ring.nbytes)
 
     def fill(stage: Stage) -> None:
         stage_places = places.stages[stage.index]
         _zero_gaps(stage_places.weights, setup.layouts[stage.index])
         stage_places.frozen.zero_()
-        owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
-        source(stage, owned, places.gradient_region)
+        owned = stage_places.stored()
+        source(stage, owned, places.gradient_region if overlaps else places.ring)
         refuse_non_finite(owned)
 
     def advance(num_elements: int) -> None:
@@ -117,20 +127,32 @@ def _fill(
         if progress is not None:
             progress(done, total)
 
+    def write(layout: StageLayout) -> None:
+        stage_places = places.stages[layout.index]
+        frozen = stage_places.frozen[: layout.frozen_bytes]
+        _write_stage(store, layout, stage_places.weights, frozen, places.states, engine, setup, advance)
+
     try:
         # While a stage is written, the next is filled: neighbours have different weight buffers. Leaving waits for it.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hoist-fill") as filler:
             filled = filler.submit(fill, model.stages[0])
-            for stage, layout in zip(model.stages, setup.layouts, strict=True):
+            for index, layout in enumerate(setup.layouts):
                 filled.result()
-                if stage.index + 1 < len(model.stages):
-                    filled = filler.submit(fill, model.stages[stage.index + 1])
-                stage_places = places.stages[layout.index]
-                _write_stage(
-                    store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup, advance
-                )
+                following = model.stages[index + 1 : index + 2]
+                if overlaps:
+                    filled = _submit(filler, fill, following, filled)
+                write(layout)
+                if not overlaps:
+                    filled = _submit(filler, fill, following, filled)
     finally:
         places.close()
+
+
+def _submit(
+    filler: ThreadPoolExecutor, fill: Callable[[Stage], None], following: Sequence[Stage], last: Future[None]
+) -> Future[None]:
+    """Begin to fill the stage that follows, if one does."""
+    return filler.submit(fill, following[0]) if following else last
 
 
 def _zero_gaps(weights: Tensor, layout: StageLayout) -> None:
@@ -175,6 +197,7 @@ def _write_stage(
         place = store.frozen_place(layout.index)
         engine.write(place.path, place.offset_bytes, frozen).result()
         store.note_frozen(layout.index, checksum.extend(0, frozen))
+        advance(sum(placed.spec.num_elements for placed in layout.frozen))
 
 
 def _write_trainable(

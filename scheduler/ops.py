@@ -37,7 +37,9 @@ class Kind(Enum):
     MERGE = auto()
     """Staging slot, or where the weights are kept (``slot`` -1) -> weight buffer of ``stage``."""
     READ_FROZEN = auto()
-    """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, in their own dtypes."""
+    """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, own and borrowed, in their own dtypes."""
+    WIDEN = auto()
+    """Within the weight buffer of ``stage``, or from where they are kept: frozen weights of 16 bits become float32."""
     READ_KEPT = auto()
     """NVMe -> host memory: the arrays of one piece of ``stage`` that stay there from step to step; once a run."""
     BIND = auto()
@@ -46,6 +48,8 @@ class Kind(Enum):
     """One micro-batch through one stage without autograd; keeps the boundary activation."""
     LOSS = auto()
     """The last stage's forward and backward on one micro-batch."""
+    EVALUATE = auto()
+    """The last stage's forward on one micro-batch without autograd: its loss alone. Its input is then dropped."""
     BACKWARD = auto()
     """Recompute one stage on one micro-batch and run its backward; gradients accumulate in the stage's buffer."""
     UNBIND = auto()
@@ -83,10 +87,12 @@ LANES: dict[Kind, Lane] = {
     Kind.READ_WEIGHTS: Lane.IO,
     Kind.MERGE: Lane.COPY,
     Kind.READ_FROZEN: Lane.IO,
+    Kind.WIDEN: Lane.COPY,
     Kind.READ_KEPT: Lane.IO,
     Kind.BIND: Lane.COMPUTE,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.LOSS: Lane.COMPUTE,
+    Kind.EVALUATE: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.UNBIND: Lane.COMPUTE,
     Kind.NORM: Lane.OPTIM,
@@ -110,6 +116,8 @@ class Part(Enum):
 
     WEIGHTS = auto()
     """A weight buffer (number)."""
+    FROZEN = auto()
+    """The frozen tensors of a stage as they are stored, where they are not computed with so (stage)."""
     STAGING = auto()
     """A staging slot (number)."""
     GRADIENT = auto()
@@ -159,7 +167,7 @@ class Op:
     micro_batch: int = -1
     piece: int = -1
     slot: int = -1
-    """Staging, state or activation slot; for FORWARD, LOSS and BACKWARD the slot of the stage's input (-1: none)."""
+    """Staging, state or activation slot; for ops that compute the slot of the stage's input (-1: none)."""
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1
@@ -167,6 +175,9 @@ class Op:
     refresh: tuple[int, ...] = ()
     """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
 
+    ends_input: bool = False
+    """FORWARD, LOSS, BACKWARD: nobody needs the stage's input after this, nor a gradient of it: nothing below is
+    trained."""
     delayed: bool = False
     """They belong to the step before, and run just before the stage is needed (states, updates, what is kept)."""
     fill: bool = False

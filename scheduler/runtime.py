@@ -18,6 +18,7 @@ from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done
+from hoist.scheduler.head_loss import HeadLoss, keep_gradient
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
@@ -81,6 +82,7 @@ class Runtime:
         seed: int,
         adam_steps: Mapping[str, int],
         verify_reads: bool = False,
+        loss_slice_tokens: int = 0,
     ) -> None:
         #: Checks what is read for updates; None: nothing is checked.
         self._read_check = ReadCheck(store) if verify_reads else None
@@ -92,6 +94,8 @@ class Runtime:
         self._manager = manager
         self._buffers = buffers
         self._seed = seed
+        #: Most tokens of a slice of the loss; 0: see `head_loss.py`.
+        self._loss_slice_tokens = loss_slice_tokens
         self._layouts: tuple[StageLayout, ...] = store.layouts
         #: Per stage, the cuts that loads and updates share.
         self.pieces: list[tuple[Piece, ...]] = [layout.pieces(piece_elements) for layout in self._layouts]
@@ -125,10 +129,12 @@ class Runtime:
             Kind.ACQUIRE: self._acquire,
             Kind.OPEN_CHUNK: lambda op, state: None,
             Kind.MERGE: self._merge,
+            Kind.WIDEN: self._widen,
             Kind.BIND: self._bind,
             Kind.UNBIND: self._unbind,
             Kind.FORWARD: self._forward,
             Kind.LOSS: self._loss,
+            Kind.EVALUATE: self._evaluate,
             Kind.BACKWARD: self._backward_op,
             Kind.NORM: self._updates.norm,
             Kind.UPDATE: self._updates.update,
@@ -157,6 +163,12 @@ class Runtime:
         state.contexts = [None] * count
         state.losses = [torch.zeros(())] * count
         self._updates.begin(state)
+        self._steps[state.step] = state
+
+    def begin_evaluation(self, state: StepState) -> None:
+        """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""
+        state.contexts = [None] * len(state.batches)
+        state.losses = [torch.zeros(())] * len(state.batches)
         self._steps[state.step] = state
 
     @property
@@ -251,7 +263,7 @@ class Runtime:
             Item(ItemKind.WEIGHTS, op.stage),
             self._buffers.weights[op.stage],
             places.weights.nbytes + streamed_bytes,
-            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes),
+            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes or places.frozen_layout.widens),
         )
 
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
@@ -278,20 +290,30 @@ class Runtime:
         self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
 
     def _read_frozen(self, op: Op, state: StepState, done: Done) -> None:
-        place = self._store.frozen_place(op.stage)
-        target = self._places.stages[op.stage].frozen
+        places = self._places.stages[op.stage]
+        frozen = places.frozen_layout
         item = Item(ItemKind.WEIGHTS, op.stage)
-        if op.stage in self._buffers.kept_frozen:
+        is_kept = op.stage in self._buffers.kept_frozen
+        if is_kept:
             item = Item(ItemKind.KEPT_FROZEN, op.stage)
-            self._manager.fill(item, op.stage, target.nbytes)
+            self._manager.fill(item, op.stage, places.frozen.nbytes)
 
         def read() -> None:
-            if self._read_check is not None:
-                self._read_check.frozen(op.stage, target)
-            self._manager.filled(item)
+            own_bytes = places.layout.frozen_bytes
+            if self._read_check is not None and own_bytes:
+                self._read_check.frozen(op.stage, places.frozen[:own_bytes])
+            if is_kept or not frozen.widens:
+                self._manager.filled(item)
 
-        future = self._engine.read(place.path, place.offset_bytes, target)
-        future.add_done_callback(Join(1, then(done, read)).part)
+        join = Join(len(frozen.ranges), then(done, read))
+        for part in frozen.ranges:
+            place = self._store.frozen_place(part.owner)
+            target = places.frozen[part.position : part.position + part.num_bytes]
+            join.start(partial(self._engine.read, place.path, place.offset_bytes + part.start, target))
+
+    def _widen(self, op: Op, state: StepState) -> None:
+        self._places.stages[op.stage].widen()
+        self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
 
     def _bind(self, op: Op, state: StepState) -> None:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
@@ -344,6 +366,23 @@ class Runtime:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
             self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
+        if op.ends_input:
+            self._manager.discard(_boundary(op, -1))
+
+    def _evaluate(self, op: Op, state: StepState) -> None:
+        stage = self._stages[op.stage]
+        if not isinstance(stage, HeadStage):
+            raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        self._manager.need(_boundary(op, -1), op.slot)
+        self._seed_for(op, state)
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+        )
+        state.contexts[op.micro_batch] = None
+        self._manager.discard(_boundary(op, -1))
 
     def _loss(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -351,15 +390,17 @@ class Runtime:
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
-        slot = self._activation(op.slot, state.shapes[op.micro_batch])
-        hidden = slot.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
         self._seed_for(op, state)
-        with self._direct[op.stage]:
-            loss = stage.forward(hidden, state.batches[op.micro_batch], self._context(op, state), state.num_items)
-        self._run_backward(op, state, loss, None)
-        state.losses[op.micro_batch] = loss.detach()
-        self._keep_input_gradient(slot, hidden)
-        self._manager.modify(_boundary(op, -1))
+        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
+            self._activation(op.slot, state.shapes[op.micro_batch]),
+            state.batches[op.micro_batch],
+            self._context(op, state),
+            state.num_items,
+            mode=self._direct[op.stage],
+            backward=lambda loss: self._run_backward(op, state, loss, None),
+            hands_down=not op.ends_input,
+        )
+        self._hand_down(op, state)
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -376,18 +417,35 @@ class Runtime:
         elif isinstance(stage, LayerStage):
             self._manager.need(_boundary(op, -1), op.slot)
             slot = self._activation(op.slot, shape)
-            source = slot.data.requires_grad_()
+            source = self._input(slot, op)
             with self._direct[op.stage]:
                 output = stage.forward(source, self._context(op, state))
             self._run_backward(op, state, output, gradient)
-            self._keep_input_gradient(slot, source)
-            self._manager.modify(_boundary(op, -1))
+            if not op.ends_input:
+                keep_gradient(slot, source)
+            self._hand_down(op, state)
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
         self._manager.discard(_boundary(op, 0))
 
+    @staticmethod
+    def _input(slot: Tensor, op: Op) -> Tensor:
+        """A stage's input, over the memory of its slot; with a gradient if some stage below wants it."""
+        source = slot.data  # a version counter of its own (see stages.py)
+        return source if op.ends_input else source.requires_grad_()
+
+    def _hand_down(self, op: Op, state: StepState) -> None:
+        """What was a stage's input is its gradient now; or nothing that anybody needs."""
+        if op.ends_input:
+            self._manager.discard(_boundary(op, -1))
+            state.contexts[op.micro_batch] = None
+        else:
+            self._manager.modify(_boundary(op, -1))
+
     def _own_gradient(self, op: Op) -> None:
         """The stage's gradient buffer must hold its own sums, or nothing that is still needed."""
+        if not self.pieces[op.stage]:
+            return
         item = Item(ItemKind.GRADIENT, op.stage)
         if self._manager.state(item) is State.ABSENT:
             num_bytes = self._places.stages[op.stage].gradients.nbytes
@@ -403,14 +461,6 @@ class Runtime:
             torch.autograd.backward(output, gradient)
         finally:
             self._backward = None
-
-    @staticmethod
-    def _keep_input_gradient(slot: Tensor, source: Tensor) -> None:
-        """The gradient of a stage's input takes the place of that input, which is not needed any more."""
-        if source.grad is None:
-            slot.zero_()
-        else:
-            slot.copy_(source.grad)
 
     # ------------------------------------------------------------------ gradients
 

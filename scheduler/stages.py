@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,9 +17,10 @@ from transformers import PreTrainedModel
 
 from hoist.scheduler.context import Context, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
+from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
-from hoist.tiers.layout import DTYPE_BYTES, TensorSpec
+from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +225,18 @@ class LayerStage(Stage):
 class HeadStage(Stage):
     """Everything after the last layer: the rest of the model's own forward, and the loss."""
 
+    #: Logits per token, if any part of the tokens can be run alone and the loss adds up; else 0. Found by split().
+    token_wise_width = 0
+
+    def probe(self) -> None:
+        """Find ``token_wise_width``. The stage must not be bound."""
+        weights = self._owned | self._borrowed
+        self.bind({name: ones_like(weight.spec.shape, weight.dtype) for name, weight in weights.items()})
+        try:
+            self.token_wise_width = width_of_token_wise(self._model, self.logits, self._stack.width)
+        finally:
+            self.unbind(forget=True)
+
     def forward(self, hidden: torch.Tensor, batch: Batch, context: Context, num_items: float) -> torch.Tensor:
         """The loss, 0-d float32: cross-entropy summed over the counted labels of ``batch``, over ``num_items``.
 
@@ -242,6 +256,29 @@ class HeadStage(Stage):
         logits = self.logits(hidden, batch)
         loss: torch.Tensor = self._model.loss_function(
             logits=logits, labels=batch["labels"], vocab_size=logits.shape[-1], num_items_in_batch=num_items
+        )
+        return loss
+
+    def slice_loss(
+        self, hidden: torch.Tensor, input_ids: torch.Tensor, shift_labels: torch.Tensor, num_items: float
+    ) -> torch.Tensor:
+        """What some tokens of a micro-batch add to the loss, 0-d float32; only where ``token_wise_width`` is not 0.
+
+        Args:
+            hidden: the last layer's output at these tokens, [B, S, H].
+            input_ids: the tokens, int64 [B, S].
+            shift_labels: for each the label of the token after it, int64 [B, S].
+            num_items: as for :meth:`forward`.
+        """
+        if num_items <= 0:
+            raise ConfigError(f"num_items is {num_items}: the step has no counted label to learn from")
+        logits = self.logits(hidden, {"input_ids": input_ids})
+        loss: torch.Tensor = self._model.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=logits.shape[-1],
+            num_items_in_batch=num_items,
+            shift_labels=shift_labels,
         )
         return loss
 
@@ -297,6 +334,35 @@ class StagedModel:
         """
         return self._by_name[self.aliases.get(name, name)]
 
+    @property
+    def first_trained(self) -> int:
+        """Index of the first stage that owns trainable tensors: the backward ends there.
+
+        Raises:
+            ModelError: no tensor is trainable.
+        """
+        for stage in self.stages:
+            if any(spec.trainable for spec in stage.tensors):
+                return stage.index
+        raise ModelError(f"{type(self.model).__name__}: nothing is trainable: every parameter is frozen")
+
+    def keep_frozen_as(self, dtypes: Mapping[str, str]) -> None:
+        """Have a store keep frozen weights in the dtypes given by name, bfloat16 or float16; others stay as they are.
+
+        For weights that come from a checkpoint of that dtype: float32 has the same numbers, and is computed with.
+
+        Raises:
+            KeyError: the model has no tensor of that name.
+            ValueError: it is not a frozen weight, or a dtype is neither of the two.
+        """
+        for name, dtype in dtypes.items():
+            stage, spec = self.tensor(name)
+            if not spec.frozen_weight or dtype not in NARROW_DTYPES:
+                raise ValueError(f"{name}: cannot be kept as {dtype}; frozen weights can, as bfloat16 or float16")
+            kept = replace(spec, dtype=dtype)
+            stage._owned[spec.name].spec = kept
+            self._by_name[spec.name] = (stage, kept)
+
 
 def split(model: PreTrainedModel) -> StagedModel:
     """Cut ``model`` (see ``build_model``) into stages; whatever values its weights had are dropped.
@@ -313,7 +379,8 @@ def split(model: PreTrainedModel) -> StagedModel:
     head_index = len(stack.layers) + 1
     stages: list[Stage] = [EmbedStage(0, "embed", model, stack)]
     stages += [LayerStage(n + 1, f"layer.{n}", model, stack, n) for n in range(len(stack.layers))]
-    stages.append(HeadStage(head_index, "head", model, stack))
+    head = HeadStage(head_index, "head", model, stack)
+    stages.append(head)
 
     layers_of_module: dict[int, set[int]] = {}
     for number, layer in enumerate(stack.layers):
@@ -334,6 +401,7 @@ def split(model: PreTrainedModel) -> StagedModel:
         for other in others:
             stages[other]._borrowed[name] = weight
         weight.put(weight.absent)
+    head.probe()
     logger.debug("%s: %d layers, %d tied names", type(model).__name__, len(stack.layers), len(aliases))
     return StagedModel(model, tuple(stages), aliases)
 
@@ -341,10 +409,13 @@ def split(model: PreTrainedModel) -> StagedModel:
 def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
     tensor = places[0].get()
     trainable = tensor.requires_grad
+    frozen_weight = places[0].is_parameter and not trainable and tensor.is_floating_point()
     dtype = "float32" if trainable else str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{type(model).__name__}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
-    spec = TensorSpec(name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype)
+    spec = TensorSpec(
+        name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype, frozen_weight=frozen_weight
+    )
     return _Weight(name, places, spec, tensor.dtype)
 
 

@@ -26,7 +26,7 @@ from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.plan import flush, horizontal, vertical
+from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
@@ -87,6 +87,24 @@ class StepMetrics:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalMetrics:
+    """What one evaluation found, and what it took."""
+
+    loss: float
+    """Mean over the counted labels of all its micro-batches."""
+    counted: int
+    """Labels that counted."""
+    tokens: int
+    """Tokens that went through the model."""
+    seconds: float
+    """Wall time, finishing the updates of the step before included."""
+    nvme_read_bytes: int
+    """Bytes read from the store's drive meanwhile, those of the step's updates apart."""
+    nvme_written_bytes: int
+    """Bytes written to it: activations that did not fit."""
 
 
 #: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
@@ -202,6 +220,7 @@ class Trainer:
         self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
         #: Token ids that the model has an embedding for.
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self._model = model
         self._store = store
         self._engine = engine
         self._setup = setup or prepare(model, store.layouts, config)
@@ -222,6 +241,7 @@ class Trainer:
             seed=config.seed,
             adam_steps=store.record.adam_steps,
             verify_reads=config.verify_reads,
+            loss_slice_tokens=config.loss_slice_tokens,
         )
         try:
             self._reserve_scratch()
@@ -330,6 +350,55 @@ class Trainer:
                     "run needs a schedule with more num_steps"
                 )
             return self._step(step, micro_batches, num_items, started, run)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> EvalMetrics:
+        """The loss of 1 to ``num_micro_batches`` micro-batches under the weights after the last step.
+
+        Forward alone, each stage's weights read once, without dropout; results of later steps are not changed by it,
+        not by a bit. First finishes the updates of the last step, as :meth:`wait` does. Micro-batches are as in
+        :meth:`step`. Raises as that does.
+        """
+        with self._turn():
+            started = time.perf_counter()
+            num_items = self._check(micro_batches)
+            self._finish_updates()
+            moved, saved = self._engine.statistics(), self._saved()
+            # No step has this number yet; the one that will have it begins with a state of its own.
+            step = self._position.step + 1
+            state = StepState(
+                step=step, batches=[_usable(batch) for batch in micro_batches], num_items=num_items, lr=0.0
+            )
+            plan = link(
+                evaluation(
+                    self._shapes, len(micro_batches), self._setup.buffers(), cold=self._cold, order=self.config.plan
+                )
+            )
+            self._runtime.begin_evaluation(state)
+            model = self._model.model
+            model.eval()
+            try:
+                with private_rng():
+                    self._executor.run(plan, step)
+                    self._executor.drain()
+            finally:
+                model.train()
+                self._runtime.end(step)
+            self._cold = False
+            now, saved_now = self._engine.statistics(), self._saved()
+            # The next step's metrics say what that step moved.
+            self._read_bytes += now.read_bytes - moved.read_bytes
+            self._written_bytes += now.written_bytes - moved.written_bytes
+            self._saved_bytes = (
+                self._saved_bytes[0] + saved_now[0] - saved[0], self._saved_bytes[1] + saved_now[1] - saved[1]
+            )
+            return EvalMetrics(
+                loss=float(torch.stack(state.losses).sum()),
+                counted=num_items,
+                tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
+                seconds=time.perf_counter() - started,
+                nvme_read_bytes=now.read_bytes - moved.read_bytes,
+                nvme_written_bytes=now.written_bytes - moved.written_bytes,
+            )
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -519,7 +588,7 @@ class Trainer:
         if setup.scratch_activation_bytes:
             path = self._store.scratch_file("activations", setup.scratch_activation_bytes)
             size = setup.memory.demand.activation_bytes
-            for boundary in range(setup.memory.demand.num_boundaries):
+            for boundary in range((len(setup.layouts) - 1) * self.config.num_micro_batches):
                 key = divmod(boundary, self.config.num_micro_batches)
                 self._runtime.scratch_activations[key] = (path, boundary * size)
         if setup.scratch_gradient_bytes:
@@ -540,11 +609,15 @@ class Trainer:
         while len(self._open_steps) > 3:
             self._runtime.end(self._open_steps.pop(0))
 
+    def _saved(self) -> tuple[int, int]:
+        """Bytes that did not have to be read and written so far, as they were kept."""
+        kinds = self._manager.statistics().kinds.values()
+        return sum(kind.saved_read_bytes for kind in kinds), sum(kind.saved_written_bytes for kind in kinds)
+
     def _metrics(self, state: StepState, spans: list[Span], started: float, stopped: float) -> StepMetrics:
         statistics = self._engine.statistics()
         read, written = statistics.read_bytes, statistics.written_bytes
-        kinds = self._manager.statistics().kinds.values()
-        saved = sum(kind.saved_read_bytes for kind in kinds), sum(kind.saved_written_bytes for kind in kinds)
+        saved = self._saved()
         times = lane_times(spans, started, stopped)
         metrics = StepMetrics(
             step=state.step,

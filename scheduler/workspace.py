@@ -7,6 +7,7 @@ Every storage is counted from its creation to its end. Kernels' private scratch 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping
@@ -21,7 +22,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
+from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers.heap import OWN_MAPPING_BYTES
@@ -97,8 +101,31 @@ class _LiveBytes(TorchDispatchMode):
             self.heap_bytes -= num_bytes
 
 
-def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
+def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor]:
+    """A micro-batch of the largest shape with everything that one may have, so that all masks there can be are made.
+
+    Raises ConfigError if the model's forward takes no such input.
+    """
+    shape = (config.micro_batch_size, config.seq_len)
+    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
+    known = inspect.signature(model.model.forward).parameters
+    for name in config.extra_inputs:
+        if name not in known or name not in ("attention_mask", "position_ids"):
+            raise ConfigError(f"extra_inputs: {type(model.model).__name__} takes no {name}")
+        batch[name] = torch.ones(shape, dtype=torch.int64)
+        if name == "attention_mask":
+            batch[name][:, -1] = 0  # models leave a mask of ones out
+        else:
+            half = config.seq_len // 2  # two documents, as a single one needs no mask
+            positions = torch.cat([torch.arange(half), torch.arange(config.seq_len - half)])
+            batch[name] = positions.expand(shape).contiguous()
+    return batch
+
+
+def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0) -> Workspaces:
     """Find the workspace of every stage for a micro-batch shaped like ``batch`` (its values do not matter).
+
+    ``loss_slice_tokens``: most tokens of a slice of the loss, see `head_loss.py`.
 
     The embed stage runs for real on absent weights (its activations alone are allocated). Raises what a stage raises on
     such a batch.
@@ -115,12 +142,20 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor]) -> Workspaces:
         embed.unbind(forget=True)
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
-    found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
+    first = model.first_trained
+    behind = 4 * hidden_bytes if first == 0 else 0
+    found = [_Peaks(live + behind, live + behind)]
     known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
-        key = _signature(stage, context)
+        # Below what is trained there is no backward, and the first that is trained hands no gradient down.
+        passes = (stage.index > first) - (stage.index < first)
+        key = (passes, _signature(stage, context))
         if key not in known:
-            known[key] = _measure_stage(model, stage, hidden, batch, context)
+            known[key] = (
+                _measure_head(model, hidden, batch, context, loss_slice_tokens, passes)
+                if isinstance(stage, HeadStage)
+                else _measure_stage(model, stage, hidden, batch, context, passes)
+            )
         found.append(known[key])
     return Workspaces(
         stages=tuple(peaks.all_bytes for peaks in found),
@@ -136,7 +171,7 @@ def _names(stage: Stage) -> list[str]:
 
 def _absent_like(model: StagedModel, name: str) -> Tensor:
     _, spec = model.tensor(name)
-    scalar = torch.zeros((), dtype=getattr(torch, spec.dtype))
+    scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype))
     return scalar.expand(spec.shape)
 
 
@@ -154,18 +189,58 @@ def _signature(stage: Stage, context: Context) -> object:
     return (type(stage), shapes, described)
 
 
-def _measure_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor, batch: Mapping[str, Tensor], context: Context
+def _measure_head(
+    model: StagedModel,
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
+    context: Context,
+    loss_slice_tokens: int,
+    passes: int,
 ) -> _Peaks:
+    """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
+    cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
+    if len(cut) == 1:
+        if not model.head.token_wise_width:
+            _tell_of_whole_logits(model, hidden)
+        return _measure_stage(model, model.head, hidden, batch, context, passes)
+    largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
+    peaks = _measure_stage(model, model.head, hidden, batch, context, passes, largest)
+    labels_bytes = 2 * batch["labels"].nbytes
+    return _Peaks(peaks.all_bytes + labels_bytes, peaks.heap_bytes + labels_bytes)
+
+
+def _tell_of_whole_logits(model: StagedModel, hidden: Tensor) -> None:
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    num_bytes = _FLOAT_BYTES * vocab_size * hidden[..., 0].numel()
+    if num_bytes > SLICE_BYTES:
+        logger.warning(
+            "%s: its head or its loss is not made token by token, so all logits of a micro-batch exist at once: "
+            "%.0f MiB, several times; a smaller --micro-batch-size or --seq-len needs less",
+            type(model.model).__name__,
+            num_bytes / 2**20,
+        )
+
+
+def _measure_stage(
+    model: StagedModel,
+    stage: Stage,
+    hidden: Tensor,
+    batch: Mapping[str, Tensor],
+    context: Context,
+    passes: int,
+    part: Part | None = None,
+) -> _Peaks:
+    """``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward."""
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
-        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        return _run_stage(model, stage, hidden, batch, context, passes, fake, part)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, None)
+        return _run_stage(model, stage, hidden, batch, context, passes, None, part)
     finally:
         torch_logger.setLevel(level)
 
@@ -176,20 +251,27 @@ def _run_stage(
     hidden: Tensor,
     batch: Mapping[str, Tensor],
     context: Context,
+    passes: int,
     mode: FakeTensorMode | None,
+    part: Part | None,
 ) -> _Peaks:
-    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros."""
+    """Peak bytes of one forward and backward, if it has one; without ``mode`` it is run for real, on zeros.
+
+    ``part``: only of that part of the micro-batch.
+    """
+    if part is not None:
+        hidden, batch = part.of(hidden), {name: part.of(batch[name]) for name in ("input_ids", "labels")}
 
     def given(tensor: Tensor) -> Tensor:
         return tensor if mode is None else mode.from_tensor(tensor)
 
     with mode or nullcontext():
-        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True)
+        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=passes > 0)
         output_gradient = torch.zeros(hidden.shape, dtype=hidden.dtype)
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
         fake_context = Context(tensors=tuple(given(tensor) for tensor in context.tensors), calls=context.calls)
         values = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
             for spec in (model.tensor(name)[1] for name in _names(stage))
         }
     stage.bind(values)
@@ -206,12 +288,17 @@ def _run_stage(
         with mode or nullcontext(), tracker, private_rng():
             if isinstance(stage, HeadStage):
                 with direct:
-                    loss = stage.forward(source, fake_batch, fake_context, 1)
-                loss.backward()
+                    if part is None:
+                        loss = stage.forward(source, fake_batch, fake_context, 1)
+                    else:
+                        loss = stage.slice_loss(source, fake_batch["input_ids"], fake_batch["labels"], 1)
+                if loss.requires_grad:
+                    loss.backward()
             elif isinstance(stage, LayerStage):
-                with direct:
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
                     output = stage.forward(source, fake_context)
-                torch.autograd.backward(output, output_gradient)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:

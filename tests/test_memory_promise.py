@@ -127,6 +127,17 @@ def test_the_peak_stays_below_the_line(directory: Path, task: Task) -> None:
     assert used.reported_peak == pytest.approx(peak, rel=0.10)
 
 
+@pytest.mark.parametrize("tokens", [512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_logits_of_a_large_vocabulary_never_exist_whole(directory: Path, tokens: int) -> None:
+    """Those of 512 tokens are 297 MiB, of 4096 tokens 2.3 GiB; autograd would hold them three times."""
+    task = Task(directory=str(directory), hidden=64, layers=1, vocab=151_936, tokens=tokens, micro_batches=1, steps=1)
+    used, peak = run(task)
+    print(f"{used}, sampled {peak / MIB:.1f} MiB")
+    assert used.need <= used.budget <= 256 * MIB
+    assert peak <= used.allowed
+    assert used.losses[0] == pytest.approx(math.log(task.vocab), abs=0.1)
+
+
 @pytest.fixture(scope="module")
 def with_four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Used, int]:
     """The smallest budget of four layers, and the peak with it."""

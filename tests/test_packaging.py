@@ -87,7 +87,9 @@ class TestWheel:
         assert metadata["Version"] == hoist.__version__
         assert metadata["Requires-Python"] == ">=3.11"
         assert metadata["License-Expression"] == "Apache-2.0"
-        assert set(metadata.get_all("Provides-Extra", [])) == {"gds", "gds-cu13", "test", "dev"}
+        assert set(metadata.get_all("Provides-Extra", [])) == {
+            "data", "dev", "gds", "gds-cu13", "gguf", "lora", "test",
+        }  # fmt: skip
         assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
         plain = {
             re.split(r"[<>=!~ ;\[]", requirement, maxsplit=1)[0]
@@ -181,7 +183,9 @@ class TestSetup:
             pins[name.lower().replace("_", "-")] = version
         options = _setup()["options"]
         extras = _setup()["options.extras_require"]
-        required = options["install_requires"].split("\n") + extras["gds"].split("\n") + extras["dev"].split("\n")
+        required = options["install_requires"].split("\n")
+        for extra in ("gds", "data", "lora", "gguf", "test", "dev"):
+            required += extras[extra].split("\n")
         names = {re.split(r"[<>=;%]", line, maxsplit=1)[0].strip() for line in required} - {""}
         assert names <= set(pins)
         assert pins["torch"] == "2.13.0"

@@ -71,7 +71,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="PATH", rich_help_panel=_WHAT,
-            help="Token file (.npy, .bin), text file or folder of text; repeat for more. "
+            help="Text, records (.jsonl, .json), token ids (.npy, .bin) or a folder of them; repeat for more. "
             "Left out, with tiny: Python's standard library.",
         ),
     ] = None,
@@ -82,12 +82,41 @@ def train(
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
     ] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option(
+            "--pack/--no-pack", rich_help_panel=_WHAT, show_default=False,
+            help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool | None,
+        typer.Option(
+            "--truncate", rich_help_panel=_WHAT,
+            help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
+        ),
+    ] = None,
     dropout: Annotated[
         str | None,
         typer.Option(metavar="P", rich_help_panel=_WHAT, help="Instead of every dropout probability of the model."),
     ] = None,
     attention: Annotated[
         str | None, typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="sdpa (default) or eager.")
+    ] = None,
+    train: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", rich_help_panel=_WHAT,
+            help="Train only the parameters whose names match, like 'lm_head.*' or '*.layers.1[0-9].*'; repeat for "
+            "more. The others are frozen: no moments, no gradients, never written.",
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", rich_help_panel=_WHAT,
+            help="Freeze the parameters whose names match; repeat for more. Wins over --train.",
+        ),
     ] = None,
     store: Annotated[
         list[str] | None,
@@ -233,6 +262,14 @@ def train(
         typer.Option(
             metavar="X", rich_help_panel=_MACHINE,
             help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
+        ),
+    ] = None,
+    loss_slice_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Most tokens whose logits exist at once. Default: as many as have 32 MiB of them, or a quarter of the "
+            "hidden size if more; another number differs in rounding.",
         ),
     ] = None,
     dtype: Annotated[

@@ -1,27 +1,31 @@
-"""What a run trains on: `--data` paths become one sequence of ids, cut into windows, dealt out to steps and
-micro-batches.
+"""What a run trains on: `--data` paths become rows of ids and labels, dealt out to steps and micro-batches.
 
-Token files are in `tokens.py`, text in `text.py`. Windows are numbered on endlessly, so any step of any epoch is a pure
-function of its number: a resumed run takes exactly the windows that an uninterrupted one would have taken.
+Token files are in `tokens.py`, text in `text.py`, records in `examples.py`, rows in `rows.py`. Rows are numbered on
+endlessly, so any step of any epoch is a pure function of its number: a resumed run takes exactly the rows that an
+uninterrupted one would have taken.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 
 from hoist.tools.errors import DataError
-from hoist.tools.text import ByteTokenizer, TextTokenizer, TokenizedText, find_text_files, tokenize
+from hoist.tools.examples import RECORD_SUFFIXES, count_notices, encode_files
+from hoist.tools.folders import find_data_files
+from hoist.tools.rows import RowRules, Rows, make_rows
+from hoist.tools.split import HeldOut
+from hoist.tools.text import ByteTokenizer, TextTokenizer, TokenizedText, tokenize
 from hoist.tools.tokens import (
     CacheEntries,
+    Part,
     Progress,
-    TokenFacts,
     TokenFile,
     TokenSource,
     check_tokens,
@@ -30,13 +34,7 @@ from hoist.tools.tokens import (
     refuse_os_errors,
 )
 
-#: Files that would be taken as text, markup and all, or for no text at all; people mean their content.
-UNREAD_FORMATS: Mapping[str, str] = {
-    ".json": "JSON files", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet files",
-    ".arrow": "Arrow files",
-}  # fmt: skip
-
-#: How windows follow one another.
+#: How rows follow one another.
 Order = Literal["sequential", "shuffle"]
 
 
@@ -46,105 +44,191 @@ def prepare(
     tokenizer: TextTokenizer | None,
     vocab_size: int,
     cache_directory: Path,
-    seq_len: int,
-    micro_batch_size: int,
-    num_micro_batches: int,
+    rules: RowRules,
+    micro_batch_size: int = 1,
+    num_micro_batches: int = 1,
+    truncate: bool = False,
     token_bytes: int = 2,
+    validation_share: float = 0.0,
+    seed: int = 0,
+    option: str = "--data",
     progress: Progress | None = None,
-) -> TokenSource:
-    """Make ``--data`` ready: token files are checked, text files and folders tokenized, all laid end to end as given.
+) -> Rows:
+    """Make ``--data`` ready: token files are checked, text and records tokenized, all laid end to end, cut into rows.
 
-    ``tokenizer`` None means UTF-8 bytes, for which the vocabulary must have at least 256 ids. ``token_bytes`` (2 or 4)
-    is the width of the ids in `.bin` files. What one pass over the data finds is kept in ``cache_directory``.
+    ``tokenizer`` None means UTF-8 bytes, for which the vocabulary must have at least 256 ids. ``truncate`` cuts
+    examples that are longer than a row. ``token_bytes`` (2 or 4) is the width of the ids in `.bin` files. What one pass
+    over the data finds is kept in ``cache_directory``. ``option`` is what refusals call the paths.
 
-    Raises :class:`DataError` for a path that is missing, unreadable, empty or of the wrong kind, for an id outside the
-    vocabulary, and for data shorter than one step; what this call put into the cache is then removed.
+    Raises :class:`DataError` for a path that is missing, unreadable, empty or of the wrong kind, for a wrong record,
+    for an id outside the vocabulary, and for data of fewer rows than a step has (``micro_batch_size`` x
+    ``num_micro_batches``) besides those held out; what this call put into the cache is then removed.
     """
     if not paths:
-        raise DataError("--data: nothing given; name .npy or .bin token files, text files or folders of text")
-    sources = [_look(path, token_bytes) for path in paths]
-    files: list[TokenFile] = []
-    facts: list[TokenFacts] = []
-    notices: list[str] = []
-    text_as: str | None = None
-    made = CacheEntries(cache_directory)
-    try:
-        for source in _merge_text(sources):
-            if isinstance(source, TokenFile):
-                found, notes = check_tokens(
-                    source, vocab_size=vocab_size, cache_directory=cache_directory, progress=progress
-                )
-                files.append(source)
-                facts.append(found)
-                made.files.extend(notes)
-                continue
-            if tokenizer is None and vocab_size < ByteTokenizer.VOCABULARY:
-                raise DataError(
-                    f"--data {source[0]}: the model has no tokenizer and a vocabulary of {vocab_size}; text as bytes "
-                    "needs "
-                    f"{ByteTokenizer.VOCABULARY}: give token ids (.npy) or a model with a tokenizer"
-                )
-            chosen = tokenizer or ByteTokenizer()
-            text_as = chosen.description
-            text = tokenize(
-                source,
-                tokenizer=chosen,
-                vocab_size=vocab_size,
-                cache_directory=cache_directory,
-                progress=progress,
-            )
-            made.files.extend(text.created)
-            files.append(text.file)
-            facts.append(text.facts)
-            notices.extend(_text_notices(text))
-        result = TokenSource(files, facts, notices=notices, made=made, tokenizer=text_as)
-        _require_one_step(
-            result, paths, seq_len=seq_len, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
+        raise DataError(
+            f"{option}: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
         )
+    made = CacheEntries(cache_directory)
+    with _called(option), _undone(made):
+        preparation = _Preparation(
+            tokenizer=tokenizer, vocab_size=vocab_size, cache_directory=cache_directory, rules=rules, made=made,
+            truncate=truncate, token_bytes=token_bytes, progress=progress,
+        )  # fmt: skip
+        rows = make_rows(preparation.source(paths), rules, cache_directory)
+        _require_one_step(
+            rows, paths, HeldOut(rows.num_rows, share=validation_share, seed=seed).num_training,
+            rows_needed=micro_batch_size * num_micro_batches, num_micro_batches=num_micro_batches,
+            step="one step" if option == "--data" else "an evaluation",
+        )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def _called(option: str) -> Iterator[None]:
+    """Have refusals name the option that the paths were given with."""
+    try:
+        yield
+    except DataError as error:
+        if option == "--data" or not str(error).startswith("--data"):
+            raise
+        raise DataError(option + str(error).removeprefix("--data")) from error
+
+
+@contextmanager
+def _undone(made: CacheEntries) -> Iterator[None]:
+    """Where preparation fails, take back what it has put into the cache."""
+    try:
+        yield
     except BaseException:
         made.remove()
         raise
-    return result
 
 
-def _look(path: Path, token_bytes: int) -> TokenFile | tuple[Path, ...]:
-    """What one ``--data`` path is: a token file, or text files."""
-    with refuse_os_errors(path):
-        stat = path.stat()
-    if path.is_dir():
-        return find_text_files(path)
-    if not path.is_file():
-        raise DataError(
-            f"--data {path}: neither a file nor a folder; give .npy or .bin token files, text files or folders"
-        )
-    if path.suffix == ".npy":
-        return open_npy(path)
-    if path.suffix == ".bin":
-        return open_bin(path, token_bytes=token_bytes)
-    unread = UNREAD_FORMATS.get(path.suffix.lower())
-    if unread is not None:
-        raise DataError(
-            f"--data {path}: {unread} come with a later version; make text (.txt) or token ids (.npy) of it"
-        )
-    if stat.st_size == 0:
-        raise DataError(f"--data {path}: the file is empty; give some text")
-    with refuse_os_errors(path), path.open("rb") as file:
-        if b"\0" in file.read(4096):
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Files of text, or of records, that are tokenized in one go."""
+
+    paths: tuple[Path, ...]
+    are_records: bool
+
+
+class _Preparation:
+    """One call of :func:`prepare`."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TextTokenizer | None,
+        vocab_size: int,
+        cache_directory: Path,
+        rules: RowRules,
+        made: CacheEntries,
+        truncate: bool,
+        token_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._cache_directory = cache_directory
+        self._rules = rules
+        self._made = made
+        self._truncate = truncate
+        self._token_bytes = token_bytes
+        self._progress = progress
+        self._notices: list[str] = []
+        self._text_as: str | None = None
+
+    def source(self, paths: Sequence[Path]) -> TokenSource:
+        """The ids of all paths, in order."""
+        parts: list[Part] = []
+        first: dict[bool, Path] = {}
+        for entry in _merge([found for path in paths for found in self._look(path)]):
+            parts.append(self._part(entry))
+            first.setdefault(parts[-1].whole, entry.path if isinstance(entry, TokenFile) else entry.paths[0])
+            if len(first) > 1:
+                raise DataError(
+                    f"--data {first[True]}: holds examples, and {first[False]} is text or token ids; train on one or "
+                    "the other"
+                )
+        return TokenSource(parts, notices=self._notices, made=self._made, tokenizer=self._text_as)
+
+    def _look(self, path: Path) -> list[TokenFile | _Files]:
+        """What one ``--data`` path is: a token file, text or records; a folder may hold several."""
+        with refuse_os_errors(path):
+            stat = path.stat()
+        if path.is_dir():
+            texts, records, notice = find_data_files(path)
+            self._notices += [] if notice is None else [notice]
+            return [_Files(found, kind) for found, kind in ((texts, False), (records, True)) if found]
+        if not path.is_file():
             raise DataError(
-                f"--data {path}: is not text in UTF-8 (it has zero bytes); convert it, or name token files *.npy or "
-                "*.bin"
+                f"--data {path}: neither a file nor a folder; give .npy or .bin token files, text files or folders"
             )
-    return (path,)
+        if path.suffix == ".npy":
+            return [open_npy(path)]
+        if path.suffix == ".bin":
+            return [open_bin(path, token_bytes=self._token_bytes)]
+        if stat.st_size == 0:
+            what = "it needs at least one record" if path.suffix.lower() in RECORD_SUFFIXES else "give some text"
+            raise DataError(f"--data {path}: the file is empty; {what}")
+        if path.suffix.lower() in RECORD_SUFFIXES:
+            return [_Files((path,), True)]
+        with refuse_os_errors(path), path.open("rb") as file:
+            if b"\0" in file.read(4096):
+                raise DataError(
+                    f"--data {path}: is not text in UTF-8 (it has zero bytes); convert it, or name token files *.npy "
+                    "or *.bin"
+                )
+        return [_Files((path,), False)]
+
+    def _part(self, entry: TokenFile | _Files) -> Part:
+        if isinstance(entry, TokenFile):
+            facts, notes = check_tokens(
+                entry, vocab_size=self._vocab_size, cache_directory=self._cache_directory, progress=self._progress
+            )
+            self._made.files.extend(notes)
+            return Part(ids=entry, facts=facts)
+        if self._tokenizer is None and self._vocab_size < ByteTokenizer.VOCABULARY:
+            raise DataError(
+                f"--data {entry.paths[0]}: the model has no tokenizer and a vocabulary of {self._vocab_size}; text as "
+                f"bytes needs {ByteTokenizer.VOCABULARY}: give token ids (.npy) or a model with a tokenizer"
+            )
+        tokenizer = self._tokenizer or ByteTokenizer()
+        self._text_as = tokenizer.description
+        if not entry.are_records:
+            text = tokenize(
+                entry.paths,
+                tokenizer=tokenizer,
+                vocab_size=self._vocab_size,
+                cache_directory=self._cache_directory,
+                progress=self._progress,
+            )
+            self._made.files.extend(text.created)
+            self._notices.extend(_text_notices(text))
+            return text.part
+        records = encode_files(
+            entry.paths,
+            tokenizer=tokenizer,
+            vocab_size=self._vocab_size,
+            cache_directory=self._cache_directory,
+            longest=self._rules.seq_len,
+            truncate=self._truncate,
+            progress=self._progress,
+        )
+        self._made.files.extend(records.created)
+        self._notices.extend(count_notices(records))
+        return records.part
 
 
-def _merge_text(sources: Sequence[TokenFile | tuple[Path, ...]]) -> list[TokenFile | tuple[Path, ...]]:
-    """The same, with text that follows text as one run, so that it has one cache file."""
-    merged: list[TokenFile | tuple[Path, ...]] = []
-    for source in sources:
-        if merged and isinstance(source, tuple) and isinstance(merged[-1], tuple):
-            merged[-1] = (*merged[-1], *source)
+def _merge(entries: Sequence[TokenFile | _Files]) -> list[TokenFile | _Files]:
+    """The same, with text that follows text, and records that follow records, as one run, so that it has one cache."""
+    merged: list[TokenFile | _Files] = []
+    for entry in entries:
+        last = merged[-1] if merged else None
+        if isinstance(entry, _Files) and isinstance(last, _Files) and last.are_records is entry.are_records:
+            merged[-1] = _Files((*last.paths, *entry.paths), entry.are_records)
         else:
-            merged.append(source)
+            merged.append(entry)
     return merged
 
 
@@ -157,17 +241,19 @@ def _text_notices(text: TokenizedText) -> list[str]:
 
 
 def _require_one_step(
-    source: TokenSource, paths: Sequence[Path], *, seq_len: int, micro_batch_size: int, num_micro_batches: int
+    rows: Rows, paths: Sequence[Path], available: int, *, rows_needed: int, num_micro_batches: int, step: str
 ) -> None:
-    needed = seq_len * micro_batch_size * num_micro_batches
-    windows = source.num_tokens // seq_len
-    if windows < micro_batch_size * num_micro_batches:
-        named = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        raise DataError(
-            f"--data {named}: has {source.num_tokens} tokens, one step needs {needed} (--seq-len {seq_len} x "
-            f"--micro-batch-size {micro_batch_size} x --micro-batches {num_micro_batches}); give more data or lower "
-            "one of these"
-        )
+    if available >= rows_needed:
+        return
+    named = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    seq_len = rows.rules.seq_len
+    has, needs, lengths = f"{rows.source.num_tokens} tokens", rows_needed * seq_len, f"--seq-len {seq_len} x "
+    if rows.is_listed or available < rows.num_rows:
+        has, needs, lengths = f"{available} rows to train on", rows_needed, ""
+    factors = f"--micro-batch-size {rows_needed // num_micro_batches} x --micro-batches {num_micro_batches}"
+    raise DataError(
+        f"--data {named}: has {has}, {step} needs {needs} ({lengths}{factors}); give more data or lower one of these"
+    )
 
 
 class WindowSampler:
@@ -258,11 +344,13 @@ class DataPosition:
     shuffle_seed: int
     """Seed of the shuffle."""
     fingerprint: str
-    """Identity of the ids, see :attr:`TokenSource.fingerprint`."""
+    """Identity of what the rows hold, see :attr:`Rows.fingerprint`."""
     seq_len: int
-    """Tokens of a window."""
+    """Most tokens of a row."""
     num_windows: int
-    """Windows of the data."""
+    """Rows of the data that are for training."""
+    validation_share: float = 0.0
+    """Share of the rows that are held out."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> DataPosition:
@@ -277,6 +365,7 @@ class DataPosition:
             fingerprint=str(document["data_fingerprint"]),
             seq_len=int(document["seq_len"]),
             num_windows=int(document["num_windows"]),
+            validation_share=float(document.get("validation_share", 0.0)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -291,49 +380,52 @@ class DataPosition:
             "data_fingerprint": self.fingerprint,
             "seq_len": self.seq_len,
             "num_windows": self.num_windows,
+            "validation_share": self.validation_share,
         }
 
 
 class StepData:
-    """The micro-batches of every step: row r of micro-batch m of step s (all from 0) is window ``(s*M + m)*B + r``."""
+    """The micro-batches of every step: row r of micro-batch m of step s (from 0) is at place ``(s*M + m)*B + r``."""
 
     def __init__(
         self,
-        source: TokenSource,
-        sampler: WindowSampler,
+        rows: Rows,
         *,
-        seq_len: int,
+        order: Order,
+        seed: int,
         micro_batch_size: int,
         num_micro_batches: int,
+        validation_share: float = 0.0,
         after: DataPosition | None = None,
     ) -> None:
         """``after`` is where an earlier run stopped: its next step begins there, even if M or B is now another."""
-        if sampler.num_windows != source.num_tokens // seq_len:
-            raise ValueError(f"sampler has {sampler.num_windows} windows, the data {source.num_tokens // seq_len}")
-        self._source = source
-        self._sampler = sampler
-        self._seq_len = seq_len
+        self._rows = rows
+        self._share = validation_share
+        #: Which rows are held out.
+        self.held_out = HeldOut(rows.num_rows, share=validation_share, seed=seed)
+        self._sampler = WindowSampler(self.held_out.num_training, order=order, seed=seed)
         self._micro_batch_size = micro_batch_size
         self._num_micro_batches = num_micro_batches
-        #: Steps and windows that were taken before this object's formula begins to count.
+        #: Steps and rows that were taken before this object's formula begins to count.
         self._first_step = 0 if after is None else after.step
         self._first_place = 0 if after is None else after.place
 
     def step(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """The M micro-batches of a step (from 1): ``input_ids`` and ``labels``, int64 [B, S], with equal values.
+        """The M micro-batches of a step (from 1), see :meth:`Rows.batch`.
 
-        The model shifts the labels itself. Raises :class:`DataReadError` if a token file cannot be read any more.
+        Raises :class:`DataReadError` if a token file cannot be read any more.
         """
+        numbers = self.row_numbers(step)
+        size = self._micro_batch_size
+        return [self._rows.batch(numbers[first : first + size]) for first in range(0, len(numbers), size)]
+
+    def row_numbers(self, step: int) -> list[int]:
+        """The rows of a step (from 1), by their numbers in the data."""
         place = self._place(step - 1)
-        batches = []
-        for _ in range(self._num_micro_batches):
-            ids = np.empty((self._micro_batch_size, self._seq_len), dtype=np.int64)
-            for row in ids:
-                self._source.read(self._sampler.window(place) * self._seq_len, row)
-                place += 1
-            tensor = torch.from_numpy(ids)
-            batches.append({"input_ids": tensor, "labels": tensor.clone()})
-        return batches
+        return [
+            self.held_out.training(self._sampler.window(place + offset))
+            for offset in range(self._num_micro_batches * self._micro_batch_size)
+        ]
 
     def position(self, step: int) -> dict[str, Any]:
         """What the commit of a step (0: before the first) says about the data, as JSON."""
@@ -345,9 +437,10 @@ class StepData:
             window=place % self._sampler.num_windows,
             order=self._sampler.order,
             shuffle_seed=self._sampler.seed,
-            fingerprint=self._source.fingerprint,
-            seq_len=self._seq_len,
+            fingerprint=self._rows.fingerprint,
+            seq_len=self._rows.rules.seq_len,
             num_windows=self._sampler.num_windows,
+            validation_share=self._share,
         ).to_json()
 
     def differences(self, committed: DataPosition) -> tuple[str, ...]:
@@ -364,9 +457,11 @@ class StepData:
         for flag, mine, theirs in (
             ("--seq-len", now.seq_len, committed.seq_len),
             ("--order", now.order, committed.order),
+            ("--validation-split", now.validation_share, committed.validation_share),
             ("--seed (of the shuffle)", now.shuffle_seed, committed.shuffle_seed),
         ):
-            if mine != theirs and not (flag.startswith("--seed") and now.order == committed.order == "sequential"):
+            seed_matters = now.validation_share or not now.order == committed.order == "sequential"
+            if mine != theirs and (seed_matters or not flag.startswith("--seed")):
                 found.append(f"{flag}: {mine}, stored {theirs}; windows are numbered anew from place {committed.place}")
         return tuple(found)
 

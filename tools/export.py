@@ -32,7 +32,7 @@ from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 WINDOW_ELEMENTS = 2**20
 STAGING_BYTES = 8 * 2**20
 
-#: What trainable weights can be written as.
+#: What weights can be written as.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,9 +81,9 @@ def export_store(
 ) -> ExportSummary:
     """Write the last commit's weights and the model's small files to the new directory ``target``.
 
-    Names are those that save_pretrained writes; tied tensors are written once. Trainable weights are written as
+    Names are those that save_pretrained writes; tied tensors are written once. Weights, frozen ones too, are written as
     ``dtype``, by default in the types that they were imported in (float32 if they were initialised and the config says
-    nothing); frozen ones and buffers as they are kept. ``verify`` reads everything back before the directory gets its
+    nothing), buffers as they are kept. ``verify`` reads everything back before the directory gets its
     name, compares it with the store bit for bit, and checks that the model of the exported config takes every tensor.
     ``progress`` gets done and total bytes, twice as many with ``verify``.
 
@@ -175,7 +175,7 @@ def _parts(store: Store, model: PreTrainedModel, types: WeightTypes) -> dict[str
                 placed=placed,
                 start=start,
                 shape=shape,
-                dtype=DTYPES[types.of(written)] if placed.spec.trainable else kept,
+                dtype=DTYPES[types.of(written)] if placed.spec.is_weight else kept,
             )
             start += torch.Size(shape).numel()
     return parts

@@ -22,6 +22,7 @@ from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
+from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
 
 Attention = Literal["sdpa", "eager"]
@@ -65,6 +66,7 @@ MINIMA: Mapping[str, int] = {
     "snapshot_every": 0,
     "keep_snapshots": 0,
     "seed": 0,
+    "loss_slice_tokens": 0,
 }
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
@@ -79,6 +81,8 @@ WITHOUT_EFFECT = frozenset(
 )
 #: What differs in these, others tell: the model's configuration, the data's content.
 TOLD_ELSEWHERE = frozenset({"model", "data"})
+#: What a store is made for: which tensors have moments. A resume cannot change it.
+FIXED = ("train", "freeze")
 _MAX_SEED = 2**63 - 1
 
 
@@ -92,7 +96,11 @@ class TrainOptions:
     model: str = "tiny"
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
-    """Token files, text files, folders; empty: the standard library's sources, if the model is ``tiny``."""
+    """Text, records, token files, folders; empty: the standard library's sources, if the model is ``tiny``."""
+    train: tuple[str, ...] = ()
+    """Patterns over parameter names: these alone are trained. Empty: all are."""
+    freeze: tuple[str, ...] = ()
+    """Patterns over parameter names that are not trained, whatever ``train`` says."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
@@ -137,11 +145,17 @@ class TrainOptions:
     seed: int = 0
     """Seeds initial weights, the shuffle and dropout."""
     order: DataOrder = "sequential"
-    """Order of the windows."""
+    """Order of the rows."""
+    pack: bool = True
+    """Rows are as full as can be; else each has one document and is padded."""
+    truncate: bool = False
+    """Cut examples that are longer than a row, instead of refusing them."""
     plan: Plan = "vertical"
     """Order of micro-batches and stages."""
     delay: str = "0"
     """Share of the optimizer's work that is done in the next step's forward (with exact clipping all), or auto."""
+    loss_slice_tokens: int = 0
+    """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
     dropout: float | None = None
@@ -238,6 +252,13 @@ class TrainOptions:
         }
         given = {name: getattr(self, name) for name in self.given | {"store"}}
         now = type(self)(**{**before, **given}, given=self.given)
+        for name in FIXED if remembered else ():
+            if getattr(now, name) != before.get(name, ()):
+                raise ConfigError(
+                    f"{flag(name)}: {_shown(getattr(now, name))} is not what the store was made with "
+                    f"({_shown(before.get(name, ())) or 'without it'}), and what was frozen has no moments to go on "
+                    "with: leave the option out, or export the store and train the export, with another --store"
+                )
         changed = tuple(
             f"{flag(name)} {_shown(getattr(now, name))} (was {_shown(value)})"
             for name, value in before.items()
@@ -259,6 +280,10 @@ class TrainOptions:
         """The first of the store's directories: what the store is known by."""
         return self.store[0]
 
+    def row_rules(self, *, pad_id: int = 0) -> RowRules:
+        """How documents become rows."""
+        return RowRules(seq_len=self.seq_len, pack=self.pack, pad_id=pad_id)
+
     def trainer_config(self) -> TrainerConfig:
         """The scheduler's configuration. Raises ConfigError on values that cannot be."""
         try:
@@ -267,6 +292,7 @@ class TrainOptions:
                 micro_batch_size=self.micro_batch_size,
                 seq_len=self.seq_len,
                 num_micro_batches=self.micro_batches,
+                extra_inputs=extra_inputs(self.row_rules()),
                 optimizer=AdamWHyperparameters(
                     lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
                 ),
@@ -287,6 +313,7 @@ class TrainOptions:
                 commit_minutes=self.commit_minutes or None,
                 residency=self.residency,
                 resident_weights=self.residency > 0.0,
+                loss_slice_tokens=self.loss_slice_tokens,
                 verify_reads=self.verify == "always",
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."
@@ -309,7 +336,7 @@ def _from_text(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, (list, tuple)) else value
     kind = _kind(hint)
-    if name == "store":
+    if name in ("store", "train", "freeze"):
         return (value,)
     if name == "betas":
         return _parse_betas(value)
@@ -385,7 +412,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name in ("data", "store") and isinstance(value, str):
+    if name in ("data", "store", "train", "freeze") and isinstance(value, str):
         return (value,)
     if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

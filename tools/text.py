@@ -1,7 +1,7 @@
-"""Text to token ids: finds the text files, tokenizes them in bounded blocks, and keeps the ids in one cached `.npy`.
+"""Text to token ids: finds the text files, tokenizes them in bounded blocks, and keeps the ids in the cache.
 
-Reading the ids back is `tokens.py`'s business. The cache is keyed by what went in (paths, sizes, times of change, the
-tokenizer's files), written under a temporary name and renamed; an outsider can open it with `numpy.load`.
+The cache's files are `parts.py`'s, keyed by what went in (paths, sizes, times of change, the tokenizer's files).
+Reading ids back is `tokens.py`'s business, records with text in them are `examples.py`'s.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import hashlib
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,8 @@ import numpy.typing as npt
 
 from hoist.tiers.io.requests import drop_cache
 from hoist.tools.errors import DataError, ModelSourceError
-from hoist.tools.tokens import (
-    Progress,
-    TokenFacts,
-    TokenFile,
-    read_note,
-    refuse_os_errors,
-    short_hash,
-    write_note,
-)
+from hoist.tools.parts import PartWriter, check_ids, find_part, part_paths
+from hoist.tools.tokens import Part, Progress, refuse_os_errors, short_hash
 
 #: Files of a folder that are taken as text. Not tables, JSON and web pages, of which most is no text to learn.
 TEXT_SUFFIXES = (
@@ -40,25 +33,24 @@ TEXT_SUFFIXES = (
 )  # fmt: skip
 #: Files of a model directory that make its tokenizer; their content is the tokenizer's identity.
 TOKENIZER_FILES = (
-    "added_tokens.json", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model",
-    "tekken.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model",
+    "special_tokens_map.json", "spiece.model", "tekken.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 #: Those of them that carry a vocabulary; without one of these there is no tokenizer.
 _VOCABULARY_FILES = frozenset(TOKENIZER_FILES) - {
     "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     "tokenizer_config.json",
 }
 
 #: Text is tokenized in blocks of at most this many characters: a tokenizer takes some hundred bytes for each.
 BLOCK_CHARACTERS = 128 * 2**10
-#: Bytes of ids that may be in the page cache before they are written back and dropped.
-_FLUSH_BYTES = 4 * 2**20
 _READ_BYTES = 64 * 2**10
-#: Bytes of our `.npy` header: fixed, so that it can be written when the number of ids is known, at the end.
-_HEADER_BYTES = 128
 #: Raised when the same text would give other ids, so that old caches are not taken.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 class TextTokenizer(ABC):
@@ -76,6 +68,10 @@ class TextTokenizer(ABC):
     @abstractmethod
     def separator(self) -> int | None:
         """Id that follows each document, or None."""
+
+    def opening(self) -> npt.NDArray[np.int64]:
+        """Ids that a prompt begins with: the beginning of a text, where the tokenizer puts one."""
+        return np.zeros(0, dtype=np.int64)
 
 
 class ByteTokenizer(TextTokenizer):
@@ -146,13 +142,19 @@ class ModelTokenizer(TextTokenizer):
         identifier = self.load().eos_token_id
         return None if identifier is None else int(identifier)
 
+    def opening(self) -> npt.NDArray[np.int64]:
+        """The beginning-of-sequence id, if the tokenizer puts it before what it encodes."""
+        loaded = self.load()
+        around = loaded.encode("", verbose=False)
+        begins = bool(around) and around[0] == loaded.bos_token_id
+        return np.asarray(around[:1] if begins else [], dtype=np.int64)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedText:
-    """The ids of some text files, in a cache file."""
+    """The ids of some text files, in the cache; each file is a document."""
 
-    file: TokenFile
-    facts: TokenFacts
+    part: Part
     num_files: int
     """Text files that went in, empty ones not counted."""
     num_repaired: int
@@ -167,6 +169,21 @@ def find_text_files(folder: Path, *, without: frozenset[str] = frozenset()) -> t
 
     Links to folders are not followed. Raises :class:`DataError` if there is none.
     """
+    found = files_below(folder, TEXT_SUFFIXES, without=without)
+    if not found:
+        raise DataError(
+            f"--data {folder}: no text file in this folder, it needs one ending in "
+            f"{', '.join(TEXT_SUFFIXES)}; name a file "
+            "to take it whatever its ending"
+        )
+    return found
+
+
+def files_below(
+    folder: Path, suffixes: Collection[str], *, without: frozenset[str] = frozenset()
+) -> tuple[Path, ...]:
+    """All regular files below ``folder`` with one of the suffixes, sorted by relative path. Raises as above, if one
+    cannot be read."""
     found: list[tuple[str, Path]] = []
 
     def refuse(error: OSError) -> None:
@@ -176,14 +193,8 @@ def find_text_files(folder: Path, *, without: frozenset[str] = frozenset()) -> t
         names[:] = [name for name in names if name not in without]
         for name in files:
             path = Path(parent, name)
-            if path.suffix.lower() in TEXT_SUFFIXES and path.is_file():
+            if path.suffix.lower() in suffixes and path.is_file():
                 found.append((path.relative_to(folder).as_posix(), path))
-    if not found:
-        raise DataError(
-            f"--data {folder}: no text file in this folder, it needs one ending in "
-            f"{', '.join(TEXT_SUFFIXES)}; name a file "
-            "to take it whatever its ending"
-        )
     return tuple(path for _, path in sorted(found, key=lambda entry: os.fsencode(entry[0])))
 
 
@@ -216,9 +227,7 @@ def tokenize(
         with refuse_os_errors(path):
             stat = path.stat()
         listing.append((os.fsencode(path.absolute()).hex(), stat.st_size, stat.st_mtime_ns))
-    dtype = "<u4" if vocab_size > 2**16 else "<u2"
-    if isinstance(tokenizer, ByteTokenizer) or vocab_size <= 2**8:
-        dtype = "|u1"
+    dtype = id_dtype(tokenizer, vocab_size)
     # The listing by its hash: the note repeats the key, and a hundred thousand paths would be a long note.
     key = {
         "version": _CACHE_VERSION,
@@ -227,68 +236,57 @@ def tokenize(
         "dtype": dtype,
     }
     target = cache_directory.absolute() / f"text-{short_hash(key)}.npy"
-    note = target.with_suffix(".json")
-    known = read_note(note, key)
-    if known is not None and known["facts"]["highest"] < vocab_size:
-        file = TokenFile(path=target, offset_bytes=_HEADER_BYTES, dtype=dtype, num_tokens=known["num_tokens"])
-        if target.is_file() and target.stat().st_size == _HEADER_BYTES + file.num_bytes:
-            return TokenizedText(
-                file=file,
-                facts=TokenFacts(**known["facts"]),
-                num_files=known["num_files"],
-                num_repaired=known["num_repaired"],
-                created=(),
-            )
+    found = find_part(target, key, dtype, vocab_size=vocab_size, masked=False, whole=False)
+    if found is not None:
+        part, known = found
+        return TokenizedText(part=part, num_files=known["num_files"], num_repaired=known["num_repaired"], created=())
     total_bytes = sum(size for _, size, _ in listing)
-    with _IdWriter(target, dtype) as writer:
+    with PartWriter(target, dtype, masked=False) as writer:
         done_bytes = num_files = num_repaired = 0
         for path, (_, size, _) in zip(files, listing, strict=True):
-            before = writer.num_tokens
             facts = _TextFacts()
             read = 0
             for block in text_blocks(path, facts):
-                writer.append(_checked(tokenizer.encode(block), path, writer.num_tokens - before, vocab_size))
+                append_text(writer, block, tokenizer, f"--data {path}", vocab_size)
                 read += len(block)  # characters: at most the bytes
                 if progress is not None and read < size:
                     progress(done_bytes + read, total_bytes)
-            separator = tokenizer.separator() if writer.num_tokens > before else None
-            if separator is not None:
-                end = np.asarray([separator], dtype=np.int64)
-                writer.append(_checked(end, path, writer.num_tokens - before, vocab_size))
-            num_files += writer.num_tokens > before
+            num_files += end_text(writer, tokenizer, f"--data {path}", vocab_size) > 0
             num_repaired += facts.repaired
             done_bytes += size
             if progress is not None:
                 progress(done_bytes, total_bytes)
         if writer.num_tokens == 0:
             raise DataError(f"--data {files[0]}: the file is empty" if len(files) == 1 else _all_empty(files))
-        ids, id_facts = writer.finish()
-    value: dict[str, Any] = {
-        "facts": asdict(id_facts),
-        "num_tokens": ids.num_tokens,
-        "num_files": num_files,
-        "num_repaired": num_repaired,
-    }
-    write_note(note, key, value)
-    return TokenizedText(
-        file=ids, facts=id_facts, num_files=num_files, num_repaired=num_repaired, created=(target, note)
-    )
+        extra = {"num_files": num_files, "num_repaired": num_repaired}
+        part = writer.finish(target.with_suffix(".json"), key, extra, whole=False)
+    created = part_paths(target, masked=False)
+    return TokenizedText(part=part, num_files=num_files, num_repaired=num_repaired, created=created)
+
+
+def id_dtype(tokenizer: TextTokenizer, vocab_size: int) -> str:
+    """The smallest type, as numpy names it, that ids of a vocabulary fit in."""
+    if isinstance(tokenizer, ByteTokenizer) or vocab_size <= 2**8:
+        return "|u1"
+    return "<u4" if vocab_size > 2**16 else "<u2"
+
+
+def append_text(writer: PartWriter, text: str, tokenizer: TextTokenizer, where: str, vocab_size: int) -> None:
+    """Add the ids of a piece of text to a document. ``where`` names file and line in a refusal."""
+    writer.append(check_ids(tokenizer.encode(text), where, writer.document_tokens, vocab_size))
+
+
+def end_text(writer: PartWriter, tokenizer: TextTokenizer, where: str, vocab_size: int) -> int:
+    """Add what separates documents, if the document has any id; returns how many it has."""
+    separator = tokenizer.separator() if writer.document_tokens else None
+    if separator is not None:
+        end = np.asarray([separator], dtype=np.int64)
+        writer.append(check_ids(end, where, writer.document_tokens, vocab_size))
+    return writer.end_document()
 
 
 def _all_empty(files: Sequence[Path]) -> str:
     return f"--data {files[0].parent}: all {len(files)} text files are empty; give some text"
-
-
-def _checked(ids: npt.NDArray[np.int64], path: Path, position: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """The same ids, if all are in the vocabulary."""
-    if ids.size and int(ids.max()) >= vocab_size:
-        first = int(np.argmax(ids >= vocab_size))
-        raise DataError(
-            f"--data {path}: token {position + first} is {int(ids[first])}, allowed are 0 to {vocab_size - 1} (the "
-            "model's "
-            f"vocab_size is {vocab_size}); its tokenizer belongs to another model"
-        )
-    return ids
 
 
 @dataclass(slots=True)
@@ -311,7 +309,7 @@ def text_blocks(path: Path, facts: _TextFacts) -> Iterator[str]:
             kept = google_crc32c.extend(kept, text.encode())
             pending += text
             while len(pending) > BLOCK_CHARACTERS:
-                cut = _cut(pending)
+                cut = cut_of(pending)
                 yield pending[:cut]
                 pending = pending[cut:]
             if not data:
@@ -322,7 +320,7 @@ def text_blocks(path: Path, facts: _TextFacts) -> Iterator[str]:
     facts.repaired = seen != kept
 
 
-def _cut(text: str) -> int:
+def cut_of(text: str) -> int:
     """Where to cut a block off: the last start of an unindented line, else of any line, else at the limit.
 
     Between a newline and a non-blank character the usual pre-tokenizers cut anyway, so the ids are those of the whole
@@ -333,87 +331,3 @@ def _cut(text: str) -> int:
     while newline > 0 and text[newline + 1].isspace():
         newline = text.rfind("\n", 0, newline)
     return newline + 1 if newline > 0 else any_line or BLOCK_CHARACTERS
-
-
-class _IdWriter:
-    """Writes ids to a `.npy` under a temporary name, in bounded memory. Leaving the block unfinished removes every
-    trace."""
-
-    def __init__(self, target: Path, dtype: str) -> None:
-        self.num_tokens = 0
-        self._target = target
-        self._dtype = np.dtype(dtype)
-        self._temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        #: Bytes written since the page cache was last cleared of them.
-        self._cached_bytes = 0
-        self._lowest, self._highest, self._crc = 2**64, -1, 0
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> _IdWriter:
-        try:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            os.lseek(self._descriptor, _HEADER_BYTES, os.SEEK_SET)
-        except OSError as error:
-            raise self._refusal(error) from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:  # not finished
-            os.close(self._descriptor)
-            self._descriptor = None
-            self._temporary.unlink(missing_ok=True)
-
-    def _refusal(self, error: OSError) -> DataError:
-        return DataError(
-            f"token cache {self._target.parent}: {error.strerror or error}; make room in it or choose another directory"
-        )
-
-    def append(self, ids: npt.NDArray[np.int64]) -> None:
-        """Add ids, which fit the dtype."""
-        assert self._descriptor is not None
-        if not ids.size:
-            return
-        self._lowest = min(self._lowest, int(ids.min()))
-        self._highest = max(self._highest, int(ids.max()))
-        self.num_tokens += ids.size
-        data = ids.astype(self._dtype).tobytes()
-        self._crc = google_crc32c.extend(self._crc, data)
-        self._cached_bytes += len(data)
-        try:
-            _write_all(self._descriptor, data)
-            if self._cached_bytes >= _FLUSH_BYTES:
-                self._clear_cache()
-        except OSError as error:
-            raise self._refusal(error) from error
-
-    def _clear_cache(self) -> None:
-        assert self._descriptor is not None
-        os.fdatasync(self._descriptor)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._cached_bytes = 0
-
-    def finish(self) -> tuple[TokenFile, TokenFacts]:
-        """Write the rest and the header, make it durable, give it its name."""
-        assert self._descriptor is not None
-        head = f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({self.num_tokens},), }}"
-        header = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little")
-        header += head.encode().ljust(_HEADER_BYTES - len(header) - 1) + b"\n"
-        try:
-            os.pwrite(self._descriptor, header, 0)
-            self._clear_cache()
-            self._temporary.replace(self._target)
-        except OSError as error:
-            raise self._refusal(error) from error
-        os.close(self._descriptor)
-        self._descriptor = None
-        file = TokenFile(
-            path=self._target, offset_bytes=_HEADER_BYTES, dtype=self._dtype.str, num_tokens=self.num_tokens
-        )
-        return file, TokenFacts(lowest=self._lowest, highest=self._highest, crc32c=self._crc)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -1,11 +1,12 @@
-"""Token ids on disk: `.npy` and raw `.bin` files, read a window at a time with pread, checked once in one pass.
+"""Token ids on disk: `.npy` and raw `.bin` files, read a row at a time with pread, checked once in one pass.
 
-Text becomes such a file in `text.py`; which windows a step takes is `data.py`'s business. No file is ever mapped, and
-pages that were read are dropped from the cache again, so that data of any size costs no memory.
+Text becomes such a file in `text.py`, records in `examples.py`; which rows a step takes is `data.py`'s business. No
+file is ever mapped, and pages that were read leave the page cache again, so that data of any size costs no memory.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -64,6 +65,29 @@ class TokenFacts:
     """Largest id."""
     crc32c: int
     """CRC32C of the ids' bytes, header apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A run of ids from one origin, with what is known of the documents in it."""
+
+    ids: TokenFile
+    facts: TokenFacts
+    counted: TokenFile | None = None
+    """One byte an id: 1 where it counts in the loss. None: all do."""
+    counted_crc32c: int | None = None
+    """CRC32C of those bytes."""
+    documents: TokenFile | None = None
+    """Number of each document's first id, ascending, then one past the last id. None: documents are not known."""
+    documents_crc32c: int | None = None
+    """CRC32C of those numbers."""
+    whole: bool = False
+    """Its documents are examples, which rows never cut; else text, which they may."""
+
+    @property
+    def num_documents(self) -> int | None:
+        """None where they are not known."""
+        return None if self.documents is None else self.documents.num_tokens - 1
 
 
 def open_npy(path: Path) -> TokenFile:
@@ -141,13 +165,11 @@ class CacheEntries:
 
 
 class TokenSource:
-    """One long sequence of token ids, made of token files laid end to end. Holds no open file; safe to use from
-    threads."""
+    """One long sequence of token ids, made of parts laid end to end. Holds no open file; safe to use from threads."""
 
     def __init__(
         self,
-        files: Sequence[TokenFile],
-        facts: Sequence[TokenFacts],
+        parts: Sequence[Part],
         *,
         notices: Sequence[str] = (),
         made: CacheEntries | None = None,
@@ -157,22 +179,31 @@ class TokenSource:
         self.made = made
         #: What text was tokenized with, for people; None if the files were token ids already.
         self.tokenizer = tokenizer
-        #: The files in the order in which their ids are numbered; at least one.
-        self.files = tuple(files)
+        #: The parts in the order in which their ids are numbered; at least one.
+        self.parts = tuple(parts)
         #: What preparation has to tell people, one line each.
         self.notices = tuple(notices)
-        #: First token number of each file, ascending; and one past the last.
-        self._starts = [0]
-        for file in self.files:
-            self._starts.append(self._starts[-1] + file.num_tokens)
-        identity = [[file.num_tokens, file.dtype, fact.crc32c] for file, fact in zip(self.files, facts, strict=True)]
-        #: Depends on the ids (and how they are stored) only, not on where the files are or when they were written.
+        #: First token number of each part, ascending; and one past the last.
+        self.starts = [0]
+        for part in self.parts:
+            self.starts.append(self.starts[-1] + part.ids.num_tokens)
+        identity: list[list[Any]] = []
+        for part in self.parts:
+            identity.append([part.ids.num_tokens, part.ids.dtype, part.facts.crc32c])
+            if part.counted is not None:
+                identity[-1] += [part.counted_crc32c, part.documents_crc32c]
+        #: Depends on the ids, how they are stored and which of them count; not on where the files are or how old.
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     @property
     def num_tokens(self) -> int:
-        """Ids in all files."""
-        return self._starts[-1]
+        """Ids in all parts."""
+        return self.starts[-1]
+
+    @property
+    def whole(self) -> bool:
+        """The documents are examples, which rows never cut."""
+        return any(part.whole for part in self.parts)
 
     def read(self, start: int, destination: npt.NDArray[np.int64]) -> None:
         """Fill a 1-D int64 array with the ids from number ``start`` on.
@@ -180,14 +211,53 @@ class TokenSource:
         Raises IndexError past the end, and :class:`DataReadError` if a file cannot be read any more; ``destination`` is
         then undefined.
         """
-        stop = start + destination.size
+        for part, first, count, where in self._cut(start, destination.size):
+            destination[where : where + count] = read_ids(part.ids, first, count)
+
+    def read_counted(self, start: int, destination: npt.NDArray[np.bool_]) -> None:
+        """Fill a 1-D array with whether each id from number ``start`` on counts in the loss. Raises as :meth:`read`."""
+        for part, first, count, where in self._cut(start, destination.size):
+            counts = True if part.counted is None else read_ids(part.counted, first, count) != 0
+            destination[where : where + count] = counts
+
+    def document_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Offsets from ``start``, ascending, of the ids among the next ``count`` that begin a document.
+
+        The first id of a part begins one. Raises ValueError where a part's documents are not known, else as
+        :meth:`read`.
+        """
+        found = []
+        for part, first, length, where in self._cut(start, count):
+            if part.documents is None:
+                raise ValueError(f"{part.ids.path}: its documents are not known")
+            begin, end = (_search(part.documents, number) for number in (first, first + length))
+            if begin < end:
+                found.append(read_ids(part.documents, begin, end - begin) - first + where)
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def _cut(self, start: int, count: int) -> Iterator[tuple[Part, int, int, int]]:
+        """Where the next ``count`` ids are: (part, number in it, how many, offset from ``start``)."""
+        stop = start + count
         if start < 0 or stop > self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        for index, file in enumerate(self.files):
-            first, last = max(start, self._starts[index]), min(stop, self._starts[index + 1])
-            if first < last:
-                ids = _read_ids(file, first - self._starts[index], last - first)
-                destination[first - start : last - start] = ids
+        index = bisect.bisect_right(self.starts, start) - 1
+        while start < stop:
+            last = min(stop, self.starts[index + 1])
+            yield self.parts[index], start - self.starts[index], last - start, count - (stop - start)
+            start = last
+            index += 1
+
+
+def _search(file: TokenFile, number: int) -> int:
+    """How many of the ascending numbers in a file are below ``number``, by a few small reads."""
+    low, high = 0, file.num_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if int(read_ids(file, middle, 1)[0]) < number:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def check_tokens(
@@ -208,7 +278,7 @@ def check_tokens(
         if known is not None and known["lowest"] >= 0 and known["highest"] < vocab_size:
             return TokenFacts(**known), ()
     crc, lowest, highest, position = 0, 2**64, -(2**64), 0
-    for ids in _scan(file):
+    for ids in scan(file):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             wrong = (ids < 0) | (ids >= vocab_size)
@@ -228,14 +298,14 @@ def check_tokens(
     return facts, (note,)
 
 
-def _scan(file: TokenFile) -> Iterator[npt.NDArray[Any]]:
+def scan(file: TokenFile) -> Iterator[npt.NDArray[Any]]:
     """All ids of a file, a few MiB at a time, in the file's own dtype."""
     step = SCAN_BYTES // file.item_bytes
     for first in range(0, file.num_tokens, step):
-        yield _read_ids(file, first, min(step, file.num_tokens - first))
+        yield read_ids(file, first, min(step, file.num_tokens - first))
 
 
-def _read_ids(file: TokenFile, first: int, count: int) -> npt.NDArray[Any]:
+def read_ids(file: TokenFile, first: int, count: int) -> npt.NDArray[Any]:
     """``count`` ids from number ``first`` of one file, in the file's dtype; their pages leave the page cache."""
     ids = np.empty(count, dtype=file.dtype)
     buffer = memoryview(ids.view(np.uint8).data)

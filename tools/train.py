@@ -21,6 +21,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
+from hoist.scheduler.freezing import choose_trained
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
@@ -40,17 +41,17 @@ from hoist.tiers.store import Store
 from hoist.tools import data as token_data
 from hoist.tools.drives import follow, shares
 from hoist.tools.errors import MetricsError, RunFailedError
-from hoist.tools.import_weights import check_weights, checkpoint_weights
+from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
 from hoist.tools.options import AUTO, TrainOptions
 from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
+from hoist.tools.rows import Rows
 from hoist.tools.snapshot import AutomaticSnapshots, check_space_for_run
 from hoist.tools.stop import Stop
 from hoist.tools.text import ByteTokenizer, stdlib_sources
-from hoist.tools.tokens import TokenSource
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
@@ -102,12 +103,12 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             options = run.options
             if run.found is not None and run.step >= options.steps:
                 return _end(run, stop, step=run.step)
-            tokens = _data(run, report, stop)
-            store = cleanup.enter_context(_store(run, engine, tokens, report, stop))
-            if tokens is None:
+            rows = _data(run, report, stop)
+            store = cleanup.enter_context(_store(run, engine, rows, report, stop))
+            if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
-            data = _step_data(run, tokens, report)
-            start = _start(run, engine, tokens, store)
+            data = _step_data(run, rows, report)
+            start = _start(run, engine, rows, data, store)
             report.plan(start)
             metrics_file = None
             if options.metrics is not None:
@@ -142,7 +143,8 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         source = _model_source(options, directory if resume else None)
-        model = _staged(options, source)
+        _check_positions(options, source)
+        model = _staged(options, source, layouts)
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
@@ -225,12 +227,31 @@ def _engine(kind: str) -> IoEngine:
         raise RefusalError(f"--io {kind}: {error}") from error
 
 
-def _staged(options: TrainOptions, source: ModelSource) -> StagedModel:
+def _check_positions(options: TrainOptions, source: ModelSource) -> None:
+    """Refuse rows that are longer than what the model has positions for."""
+    most = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < options.seq_len:
+        raise ConfigError(
+            f"--seq-len: {options.seq_len} is more than the {most} positions (max_position_embeddings) of --model "
+            f"{options.model}; give at most {most}"
+        )
+
+
+def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]) -> StagedModel:
+    """The model in stages; frozen weights are kept as they are in the store (``layouts``), or in the checkpoint."""
     try:
-        return split(build_model(source.config, attention=options.attention, dropout=options.dropout))
+        model = build_model(source.config, attention=options.attention, dropout=options.dropout)
+        choose_trained(model, train=options.train, freeze=options.freeze)
+        staged = split(model)
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
         raise ModelError(f"--model {options.model}: {error}{advice}") from error
+    if layouts:
+        dtypes = stored_dtypes(layouts)
+    else:
+        dtypes = {} if source.checkpoint is None else checkpoint_dtypes(source.checkpoint, staged)
+    staged.keep_frozen_as(dtypes)
+    return staged
 
 
 def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
@@ -278,15 +299,17 @@ def _model_source(options: TrainOptions, store: Path | None) -> ModelSource:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
-    """The token ids, ready; None for a run of no steps, which needs none. What a refusal has made is removed again."""
+def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
+    """The rows, ready; None for a run of no steps, which needs none. What a refusal has made is removed again."""
     options = run.options
     paths = tuple(Path(path) for path in options.data)
     if not options.steps and not paths:
         return None
     if not paths:
         if options.model != "tiny":
-            raise ConfigError("--data: nothing given; name .npy or .bin token files, text files or folders of text")
+            raise ConfigError(
+                "--data: nothing given; name text files, folders, records (.jsonl, .json) or token files (.npy, .bin)"
+            )
         paths = stdlib_sources()
     cache = run.directory.with_name(run.directory.name + CACHE_SUFFIX)
     writable = cache if cache.exists() else cache.parent
@@ -295,33 +318,40 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> TokenSource | None:
             f"--store {options.main_store}: the ids of --data are kept beside it, in {cache}, and {writable} cannot be "
             "written; put the store into a folder that you may write"
         )
-    tokens = token_data.prepare(
+    rows = token_data.prepare(
         paths,
         tokenizer=run.source.tokenizer,
         vocab_size=run.source.vocab_size,
         cache_directory=cache,
-        seq_len=options.seq_len,
+        rules=options.row_rules(pad_id=_pad_id(run.source)),
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
+        truncate=options.truncate,
         token_bytes=options.token_bytes,
         progress=_checked("reading data", report, stop),
     )
     if options.data:  # that a few of Python's own files are no UTF-8 concerns nobody
-        for notice in tokens.notices:
+        for notice in rows.source.notices:
             report.notice(notice)
     vocab_size = run.source.vocab_size
-    if tokens.tokenizer is not None and run.source.tokenizer is None and vocab_size > _MANY_IDS:
+    if rows.source.tokenizer is not None and run.source.tokenizer is None and vocab_size > _MANY_IDS:
         report.notice(
             f"text is taken as bytes, which use {ByteTokenizer.VOCABULARY} of the model's {vocab_size:,} ids; "
             "otherwise name a model directory with a tokenizer, or give token ids (.npy)"
         )
-    return tokens
+    return rows
 
 
-def _text_as(run: _Prepared, tokens: TokenSource) -> str | None:
+def _pad_id(source: ModelSource) -> int:
+    """The id that fills rows up: the model's own, if it has one."""
+    found = getattr(source.config.get_text_config(decoder=True), "pad_token_id", None)
+    return found if isinstance(found, int) and 0 <= found < source.vocab_size else 0
+
+
+def _text_as(run: _Prepared, rows: Rows) -> str | None:
     """How text became ids, for people; None if the data is all ids."""
-    if tokens.tokenizer is None or run.source.tokenizer is not None:
-        return tokens.tokenizer
+    if rows.source.tokenizer is None or run.source.tokenizer is not None:
+        return rows.source.tokenizer
     return "bytes" if run.options.model in PRESETS else "bytes (the model directory has no tokenizer)"
 
 
@@ -335,15 +365,15 @@ def _checked(what: str, report: Reporter, stop: Stop) -> Callable[[int, int], No
     return progress
 
 
-def _step_data(run: _Prepared, tokens: TokenSource, report: Reporter) -> token_data.StepData:
+def _step_data(run: _Prepared, rows: Rows, report: Reporter) -> token_data.StepData:
     """The data from where the store's last commit stands."""
     options = run.options
     recorded = None if run.found is None else run.found.run.get("data")
     after = None if recorded is None else token_data.DataPosition.from_json(recorded)
     data = token_data.StepData(
-        tokens,
-        token_data.WindowSampler(tokens.num_tokens // options.seq_len, order=options.order, seed=options.seed),
-        seq_len=options.seq_len,
+        rows,
+        order=options.order,
+        seed=options.seed,
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
         after=after,
@@ -359,11 +389,11 @@ def _step_data(run: _Prepared, tokens: TokenSource, report: Reporter) -> token_d
 
 @contextmanager
 def _store(
-    run: _Prepared, engine: IoEngine, tokens: TokenSource | None, report: Reporter, stop: Stop
+    run: _Prepared, engine: IoEngine, rows: Rows | None, report: Reporter, stop: Stop
 ) -> Iterator[Store]:
     """The store, open for writing: the one that was found, or a new one at step 0."""
     options = run.options
-    with _named("--store", run.directory, *(one.directory for one in run.drives)), _undone(tokens):
+    with _named("--store", run.directory, *(one.directory for one in run.drives)), _undone(rows):
         if run.found is not None:
             checking = _checked("checking the store", report, stop)
             check: Literal["sizes", "crc"] = "sizes" if options.verify == "never" else "crc"
@@ -392,15 +422,15 @@ def _store(
 
 
 @contextmanager
-def _undone(tokens: TokenSource | None) -> Iterator[None]:
+def _undone(rows: Rows | None) -> Iterator[None]:
     """Where a store cannot be made or opened, take back what its data put into the cache."""
     try:
         yield
     except StoreLockedError:
         raise  # whoever has the lock may be using the cache
     except RefusalError:
-        if tokens is not None and tokens.made is not None:
-            tokens.made.remove()
+        if rows is not None and rows.source.made is not None:
+            rows.source.made.remove()
         raise
 
 
@@ -568,7 +598,9 @@ def _require_finite(metrics: StepMetrics) -> None:
             raise RunFailedError(f"step {metrics.step}: the {name} is {value}; a lower --lr may help")
 
 
-def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource, store: Store) -> RunStart:
+def _start(
+    run: _Prepared, engine: IoEngine, rows: Rows, data: token_data.StepData, store: Store
+) -> RunStart:
     options = run.options
     assert store.record is not None
     return RunStart(
@@ -579,9 +611,12 @@ def _start(run: _Prepared, engine: IoEngine, tokens: TokenSource, store: Store) 
         steps=options.steps,
         setup=run.setup,
         num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
-        num_tokens=tokens.num_tokens,
-        text_as=_text_as(run, tokens),
-        num_windows=tokens.num_tokens // options.seq_len,
+        num_frozen=sum(
+            placed.spec.num_elements for layout in run.layouts for placed in layout.frozen if placed.spec.frozen_weight
+        ),
+        num_tokens=rows.source.num_tokens,
+        text_as=_text_as(run, rows),
+        num_windows=data.held_out.num_training,
         windows_per_step=options.micro_batches * options.micro_batch_size,
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import LANES, Kind, Lane
-from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers, Plan, StageShape, flush, horizontal, vertical
+from hoist.scheduler.plan import (
+    MIN_ACTIVATION_SLOTS,
+    Buffers,
+    Plan,
+    StageShape,
+    evaluation,
+    flush,
+    horizontal,
+    vertical,
+)
 from tests.support.simulation import Simulation, WrongContentError
 
 Maker = Callable[..., Plan]
@@ -80,16 +89,21 @@ def residencies(draw: st.DrawFn, shapes: Sequence[StageShape], delayed_from: tup
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
-    """2 to 6 stages of 0 to 4 pieces in chunks; some borrow pieces of earlier stages."""
+    """2 to 6 stages of 0 to 4 pieces in chunks, at least one of them trained; some borrow pieces of earlier stages."""
     count = draw(st.integers(2, 6))
+    frozen_below = draw(st.integers(0, count - 1))
     shapes: list[StageShape] = []
-    for _ in range(count):
+    for stage in range(count):
         chunks: list[int] = []
-        for chunk in range(draw(st.integers(0, 2))):
+        for chunk in range(draw(st.integers(stage == frozen_below, 2 * (stage >= frozen_below)))):
             chunks += [chunk] * draw(st.integers(1, 3))
         lendable = [(owner, piece) for owner, shape in enumerate(shapes) for piece in range(shape.num_pieces)]
         lent = draw(st.lists(st.sampled_from(lendable), max_size=3, unique=True)) if lendable else []
-        shapes.append(StageShape(chunks=tuple(chunks), has_frozen=draw(st.booleans()), borrowed=tuple(sorted(lent))))
+        has_frozen = draw(st.booleans())
+        widens = has_frozen and draw(st.booleans())
+        shapes.append(
+            StageShape(chunks=tuple(chunks), has_frozen=has_frozen, widens=widens, borrowed=tuple(sorted(lent)))
+        )
     return tuple(shapes)
 
 
@@ -117,10 +131,15 @@ class Sequel:
         self.pending = False
 
     def plans(self, *counts: int) -> list[LinkedPlan]:
-        """Plans by their numbers of micro-batches; 0 is a flush, where there is something to flush."""
+        """Plans by their numbers of micro-batches; 0 is a flush, where there is something to flush; -n evaluates n."""
         plans = []
         for count in counts:
-            if count:
+            if count < 0:
+                plans += self.plans(0) if self.pending else []
+                order = "vertical" if self.make is vertical else "horizontal"
+                made = evaluation(self.shapes, -count, self.buffers, cold=self.cold, order=order)
+                self.cold = False
+            elif count:
                 made = self.make(self.shapes, count, self.buffers, cold=self.cold, pending=self.pending)
                 self.cold, self.pending = False, self.delays
             elif self.pending or (not self.cold and any(self.buffers.kept_weights)):
@@ -137,8 +156,9 @@ class Sequel:
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int
 ) -> None:
-    """Steps with delayed updates or without, flushes between some of them, commits at turns and between steps; some
-    chunks kept in memory; some updates made before the norm is known, and made again where that was wrong.
+    """Steps with delayed updates or without, flushes and evaluations between some of them, commits at turns and
+    between steps; some chunks kept in memory; some updates made before the norm is known, and made again where that
+    was wrong.
     """
     count = len(shapes)
     speculative = data.draw(st.booleans(), label="speculative")
@@ -159,7 +179,7 @@ def test_every_op_finds_what_it_needs(
     sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
     for _ in range(data.draw(st.integers(1, 2), label="commits between steps")):
-        counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), label="micro-batches")
+        counts = data.draw(st.lists(st.integers(-4, 4), min_size=1, max_size=5), label="counts")
         plans = sequel.plans(*counts)
         commits = data.draw(st.lists(st.booleans(), min_size=len(plans), max_size=len(plans)))
         # With two slots the version before the newest is there only if every step is committed.

@@ -19,6 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.scheduler import workspace
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
+from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.models import build_model
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
@@ -39,7 +40,9 @@ def batch_of(seed: int, *, rows: int = ROWS, tokens: int = TOKENS) -> dict[str, 
     return {"input_ids": input_ids, "labels": input_ids}
 
 
-def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tensor]) -> int:
+def allocated_bytes(
+    staged: StagedModel, stage: Stage, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0
+) -> int:
     """Peak of what the allocator gave out in one forward and backward of ``stage``, by its own record."""
     names = [*(spec.name for spec in stage.tensors), *stage.borrowed]
     generator = torch.Generator().manual_seed(1)
@@ -63,9 +66,9 @@ def allocated_bytes(staged: StagedModel, stage: Stage, batch: Mapping[str, Tenso
             recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if recording else nullcontext()
             with recorder as profiler:
                 if isinstance(stage, HeadStage):
-                    with direct:
-                        loss = stage.forward(source, batch, context, 7)
-                    torch.autograd.backward(loss)
+                    HeadLoss(stage, slice_tokens=loss_slice_tokens).train(
+                        hidden, batch, context, 7, mode=direct, backward=torch.autograd.backward
+                    )
                 else:
                     assert isinstance(stage, LayerStage)
                     with direct:
@@ -96,6 +99,16 @@ def test_the_estimate_is_what_a_real_run_allocates(family: str) -> None:
     for stage, estimate in zip(staged.stages[1:], found.stages[1:], strict=True):
         real = allocated_bytes(staged, stage, batch_of(1))
         assert estimate == pytest.approx(real, rel=0.10), f"{stage.name}: {estimate} estimated, {real} allocated"
+
+
+@pytest.mark.parametrize("limit", [20, 96])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_estimate_of_a_sliced_loss_is_what_a_real_run_allocates(family: str, limit: int) -> None:
+    """However many slices there are: what one leaves behind would show."""
+    staged = split(build_model(CONFIGS[family]))
+    estimate = workspace.measure(staged, batch_of(0), loss_slice_tokens=limit).stages[-1]
+    real = allocated_bytes(staged, staged.head, batch_of(1), loss_slice_tokens=limit)
+    assert estimate == pytest.approx(real, rel=0.10)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

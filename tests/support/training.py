@@ -5,6 +5,7 @@ Both start from the same weights and see the same batches. What must be equal is
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.optim.adamw import AdamWHyperparameters, decay_for
+from hoist.optim.norm import SquareSum, clip_scale
 from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
 from hoist.scheduler import memory
@@ -65,6 +67,8 @@ class Recipe:
     alter: Alter | None = None
     before_step: BeforeStep | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
+    frozen_dtype: str | None = None
+    """What a new store keeps frozen weights in; None: as they are. Their values must be such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,8 @@ class Engine:
     """Chunks of every stage (the nearest possible) instead of ``max_chunk_elements``."""
     max_piece_elements: int = CHUNK_QUANTUM_ELEMENTS
     commit_every: int = 2
+    loss_slice_tokens: int = 0
+    """Other numbers than 0 change the result within rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +251,16 @@ def accumulate_gradients(
     return float(torch.stack(parts).sum())
 
 
+def scale_by_exact_norm(clip_norm: float, scales: list[float], model: PreTrainedModel) -> None:
+    """torch's clip_grad_norm_ with the norm that hoist's definition gives, in place."""
+    square_sum = SquareSum()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    scale = clip_scale(math.sqrt(math.fsum(square_sum.square_sum(each) for each in gradients)), clip_norm)
+    scales.append(scale)
+    for gradient in gradients:
+        gradient.mul_(scale)
+
+
 def _moment(state: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
     return state[key].clone() if state else torch.zeros_like(like)  # no gradient so far: torch has no state yet
 
@@ -265,11 +281,13 @@ def from_weights(weights: Mapping[str, Tensor]) -> Source:
 def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_memory_bytes: int) -> TrainerConfig:
     """The configuration in which ``steps`` fit exactly."""
     shapes = [batch["input_ids"].shape for step in steps for batch in step]
+    keys = {name for step in steps for batch in step for name in batch}
     return TrainerConfig(
         host_memory_bytes=host_memory_bytes,
         micro_batch_size=max(rows for rows, _ in shapes),
         seq_len=max(tokens for _, tokens in shapes),
         num_micro_batches=engine.num_micro_batches or max(len(step) for step in steps),
+        extra_inputs=tuple(sorted(keys - {"input_ids", "labels"})),
         optimizer=recipe.hyperparameters,
         schedule=recipe.schedule,
         no_decay_norms=recipe.no_decay_norms,
@@ -282,6 +300,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         resident_weights=engine.resident_weights,
         residency=engine.residency,
         clip_mode=engine.clip_mode,
+        loss_slice_tokens=engine.loss_slice_tokens,
         validate=True,
     )
 
@@ -291,7 +310,11 @@ def staged_model(config: PreTrainedConfig, recipe: Recipe) -> StagedModel:
     model = build_model(config, attention=recipe.attention)
     if recipe.alter is not None:
         recipe.alter(model)
-    return split(model)
+    staged = split(model)
+    if recipe.frozen_dtype is not None:
+        specs = [spec for stage in staged.stages for spec in stage.tensors]
+        staged.keep_frozen_as({spec.name: recipe.frozen_dtype for spec in specs if spec.frozen_weight})
+    return staged
 
 
 def layouts_of(staged: StagedModel, engine: Engine) -> tuple[StageLayout, ...]:
@@ -320,8 +343,11 @@ def set_up(
     """Configuration and buffers for the budget that ``engine`` asks for."""
     config = trainer_config(recipe, engine, steps, PLENTY_BYTES)
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
+    slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
-    key = (staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, *sizes)
+    key = (
+        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs
+    )  # fmt: skip
     if key not in _smallest:
         _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
     config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))
@@ -453,6 +479,27 @@ def _stage_array(store: Store, engine: IoEngine, layout: StageLayout, array: Sta
         start = piece.start * array.itemsize
         engine.read(place.path, place.offset_bytes, data[start : start + place.num_bytes]).result()
     return data
+
+
+def trained_part(outcome: Outcome, trained: Collection[str]) -> Outcome:
+    """A plain loop's outcome without its frozen parameters, which a store has no states of; they must be unchanged."""
+    states = outcome.states
+    for name, value in outcome.initial.items():
+        assert name in trained or same_bits(states.weights[name], value), f"{name} has changed"
+
+    def only(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name in trained}
+
+    return replace(
+        outcome,
+        initial=only(outcome.initial),
+        states=States(
+            weights=only(states.weights),
+            exp_avg=only(states.exp_avg),
+            exp_avg_sq=only(states.exp_avg_sq),
+            adam_steps=only(states.adam_steps),
+        ),
+    )
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hoist.tools.data import DataPosition, Order, StepData, WindowSampler, prepare
 from hoist.tools.errors import DataError
+from hoist.tools.rows import RowRules, Rows
 from hoist.tools.tokens import TokenSource
 
 
@@ -19,12 +20,19 @@ def source_of(
     paths: Sequence[Path], cache: Path, *, vocab_size: int = 512, step: tuple[int, int, int] = (4, 1, 1)
 ) -> TokenSource:
     """Prepared data with windows of step[0] tokens, B step[1], M step[2]."""
+    return rows_of(paths, cache, vocab_size=vocab_size, step=step).source
+
+
+def rows_of(
+    paths: Sequence[Path], cache: Path, *, vocab_size: int = 512, step: tuple[int, int, int] = (4, 1, 1)
+) -> Rows:
+    """The same, as rows."""
     return prepare(
         paths,
         tokenizer=None,
         vocab_size=vocab_size,
         cache_directory=cache,
-        seq_len=step[0],
+        rules=RowRules(seq_len=step[0]),
         micro_batch_size=step[1],
         num_micro_batches=step[2],
     )
@@ -98,11 +106,10 @@ def test_rows_follow_the_published_formula(tmp_path: Path) -> None:
     """Row r of micro-batch m of step s is window (s*M + m)*B + r, and labels are the inputs."""
     tokens = numbers(tmp_path / "t.npy", 400)
     length, rows, batches = 5, 2, 3
-    source = source_of([tokens], tmp_path, step=(length, rows, batches))
     data = StepData(
-        source,
-        WindowSampler(80, order="sequential", seed=0),
-        seq_len=length,
+        rows_of([tokens], tmp_path, step=(length, rows, batches)),
+        order="sequential",
+        seed=0,
         micro_batch_size=rows,
         num_micro_batches=batches,
     )
@@ -121,11 +128,12 @@ def test_rows_follow_the_published_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["sequential", "shuffle"])
 def test_a_resumed_run_takes_the_same_windows(tmp_path: Path, order: Order) -> None:
-    source = source_of([numbers(tmp_path / "t.npy", 103)], tmp_path, step=(3, 2, 2))
+    prepared = rows_of([numbers(tmp_path / "t.npy", 103)], tmp_path, step=(3, 2, 2))
 
     def data(rows: int = 2, batches: int = 2, after: DataPosition | None = None) -> StepData:
-        sampler = WindowSampler(source.num_tokens // 3, order=order, seed=9)
-        return StepData(source, sampler, seq_len=3, micro_batch_size=rows, num_micro_batches=batches, after=after)
+        return StepData(
+            prepared, order=order, seed=9, micro_batch_size=rows, num_micro_batches=batches, after=after
+        )
 
     whole = data()
     position = DataPosition.from_json(json.loads(json.dumps(whole.position(11))))
@@ -145,13 +153,13 @@ def test_a_resumed_run_takes_the_same_windows(tmp_path: Path, order: Order) -> N
 
 
 def test_other_data_on_resume_is_told(tmp_path: Path) -> None:
-    one = source_of([numbers(tmp_path / "a.npy", 100)], tmp_path)
-    np.save(tmp_path / "b.npy", np.zeros(100, dtype=np.int64))
-    other = source_of([tmp_path / "b.npy"], tmp_path)
+    one = numbers(tmp_path / "a.npy", 100)
+    other = tmp_path / "b.npy"
+    np.save(other, np.zeros(100, dtype=np.int64))
 
-    def data(source: TokenSource, seq_len: int = 4, order: Order = "shuffle", seed: int = 0) -> StepData:
-        sampler = WindowSampler(source.num_tokens // seq_len, order=order, seed=seed)
-        return StepData(source, sampler, seq_len=seq_len, micro_batch_size=1, num_micro_batches=1)
+    def data(path: Path, seq_len: int = 4, order: Order = "shuffle", seed: int = 0) -> StepData:
+        rows = rows_of([path], tmp_path, step=(seq_len, 1, 1))
+        return StepData(rows, order=order, seed=seed, micro_batch_size=1, num_micro_batches=1)
 
     position = DataPosition.from_json(data(one).position(3))
     (message,) = data(other).differences(position)
@@ -192,8 +200,8 @@ def test_bin_of_two_or_four_bytes(tmp_path: Path, name: str, dtype: str, token_b
     np.arange(100, dtype=dtype).tofile(tmp_path / name)
     source = prepare(
         [tmp_path / name], tokenizer=None, vocab_size=100, cache_directory=tmp_path / "c", token_bytes=token_bytes,
-        seq_len=4, micro_batch_size=1, num_micro_batches=1,
-    )  # fmt: skip
+        rules=RowRules(seq_len=4),
+    ).source  # fmt: skip
     read = np.empty(100, dtype=np.int64)
     source.read(0, read)
     assert read.tolist() == list(range(100))
@@ -288,9 +296,9 @@ def test_the_check_of_the_ids_is_remembered_until_the_file_changes(tmp_path: Pat
 
     def check(vocab_size: int) -> TokenSource:
         return prepare(
-            [tokens], tokenizer=None, vocab_size=vocab_size, cache_directory=tmp_path / "cache", seq_len=4,
-            micro_batch_size=1, num_micro_batches=1, progress=lambda done, total: passes.append(total),
-        )  # fmt: skip
+            [tokens], tokenizer=None, vocab_size=vocab_size, cache_directory=tmp_path / "cache",
+            rules=RowRules(seq_len=4), progress=lambda done, total: passes.append(total),
+        ).source  # fmt: skip
 
     first = check(512)
     assert passes == [800]
@@ -320,19 +328,6 @@ def test_a_file_cut_during_the_run_is_told(tmp_path: Path) -> None:
         source.read(0, np.empty(100, dtype=np.int64))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("a.jsonl", "JSON lines"), ("a.JSON", "JSON files"), ("a.parquet", "Parquet files"), ("a.arrow", "Arrow files")],
-)
-def test_formats_to_come_are_refused_by_name(tmp_path: Path, name: str, what: str) -> None:
-    (tmp_path / name).write_text('{"text": "some"}\n' * 10)
-    with pytest.raises(DataError, match=rf"{name}: {what} come with a later version; make text \(\.txt\) or token ids"):
-        prepare(
-            [tmp_path / name], tokenizer=None, vocab_size=256, cache_directory=tmp_path / "cache", seq_len=4,
-            micro_batch_size=1, num_micro_batches=1,
-        )  # fmt: skip
-
-
 def test_what_text_was_read_as_is_known(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("named, so it is text\n")
     np.save(tmp_path / "b.npy", np.arange(64, dtype=np.uint16))
@@ -340,8 +335,8 @@ def test_what_text_was_read_as_is_known(tmp_path: Path) -> None:
     def tokenizer(*names: str) -> str | None:
         return prepare(
             [tmp_path / name for name in names], tokenizer=None, vocab_size=256, cache_directory=tmp_path / "cache",
-            seq_len=4, micro_batch_size=1, num_micro_batches=1,
-        ).tokenizer  # fmt: skip
+            rules=RowRules(seq_len=4),
+        ).source.tokenizer  # fmt: skip
 
     assert tokenizer("b.npy") is None
     assert tokenizer("b.npy", "a.csv") == "UTF-8 bytes, byte 0 after each document"

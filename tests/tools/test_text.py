@@ -4,14 +4,11 @@ import os
 import random
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from hoist.tools import text as text_module
 from hoist.tools.errors import DataError, ModelSourceError
@@ -26,29 +23,14 @@ from hoist.tools.text import (
     text_blocks,
     tokenize,
 )
-
-
-def save_tokenizer(directory: Path, *, eos: bool = True) -> Path:
-    """A small byte-level BPE with a vocabulary of at most 400."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog\n    return self.value\n"] * 9, trainer)
-    wrapped: Any = PreTrainedTokenizerFast
-    wrapped(tokenizer_object=bpe, eos_token="<eos>" if eos else None).save_pretrained(directory)
-    return directory
+from tests.support.tokenizers import save_tokenizer
 
 
 def ids_of(found: TokenizedText) -> list[int]:
-    ids: list[int] = np.load(found.file.path).tolist()
-    assert len(ids) == found.file.num_tokens
-    assert (min(ids), max(ids)) == (found.facts.lowest, found.facts.highest)
+    part = found.part
+    ids: list[int] = np.load(part.ids.path).tolist()
+    assert len(ids) == part.ids.num_tokens
+    assert (min(ids), max(ids)) == (part.facts.lowest, part.facts.highest)
     return ids
 
 
@@ -88,7 +70,7 @@ def test_bytes_are_separated_by_zero_and_kept_as_they_are(tmp_path: Path) -> Non
     (tmp_path / "c.txt").write_bytes(b"ok")
     found = as_bytes(*(tmp_path / name for name in ("a.txt", "b.txt", "c.txt")), cache=tmp_path / "cache")
     assert bytes(ids_of(found)) == b"h\xc3\xa9\r\n\0ok\0"
-    assert (found.file.dtype, found.num_files, found.num_repaired) == ("|u1", 2, 0)
+    assert (found.part.ids.dtype, found.num_files, found.num_repaired) == ("|u1", 2, 0)
 
 
 @given(data=st.binary(max_size=60))
@@ -125,7 +107,7 @@ def test_ids_are_the_model_tokenizers(tmp_path: Path, eos: bool) -> None:
         for document in documents
         for identifier in [*reference.encode(document, add_special_tokens=False), *end]
     ]
-    assert found.file.dtype == "<u2"
+    assert found.part.ids.dtype == "<u2"
 
 
 def test_large_files_give_the_ids_of_the_whole_text(tmp_path: Path) -> None:
@@ -178,9 +160,9 @@ def test_cache_is_taken_until_something_changes(tmp_path: Path) -> None:
         return tokenize([path], tokenizer=tokenizer, vocab_size=300, cache_directory=tmp_path / "cache")
 
     first = run()
-    assert len(first.created) == 2
+    assert len(first.created) == 3
     again = run()
-    assert (tokenizer.blocks, again.created, again.file, again.facts) == (1, (), first.file, first.facts)
+    assert (tokenizer.blocks, again.created, again.part) == (1, (), first.part)
     path.write_text("hallo")
     os.utime(path, ns=(1, 1))
     assert bytes(ids_of(run())) == b"hallo\0"
@@ -189,7 +171,7 @@ def test_cache_is_taken_until_something_changes(tmp_path: Path) -> None:
     run()
     assert tokenizer.blocks == 3
     for damage in (lambda cached: cached.write_bytes(cached.read_bytes()[:-1]), Path.unlink):
-        damage(run().file.path)
+        damage(run().part.ids.path)
         blocks = tokenizer.blocks
         assert bytes(ids_of(run())) == b"hallo\0"
         assert tokenizer.blocks == blocks + 1
@@ -261,5 +243,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert found.file.num_tokens == 32_500_000
+    assert found.part.ids.num_tokens == 32_500_000
     assert peak < 6 * 2**20

@@ -1,0 +1,154 @@
+"""The loss of a micro-batch, forward and backward, in slices of its tokens, so that its logits never exist whole.
+
+For a vocabulary of 150,000 the logits of 4,096 tokens are 2.3 GiB in float32, and autograd wants them three times.
+Which models allow slices is found by `head_probe.py`; the head itself is in `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hoist.scheduler.context import Context
+from hoist.scheduler.head_probe import shifted_labels
+from hoist.scheduler.stages import Batch, HeadStage
+
+#: A slice's logits may take this much as float32, if nothing else is asked for,
+SLICE_BYTES = 32 * 2**20
+#: or this share of the head's weight, if that is more: with fewer tokens a product waits for the weight's bytes, and
+#: buffers for that weight and its gradient are needed anyway.
+SLICE_SHARE_OF_WEIGHT = 1 / 4
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Some tokens of a micro-batch, which lie together in memory: whole rows, or part of one row."""
+
+    rows: slice
+    columns: slice
+
+    def of(self, values: Tensor) -> Tensor:
+        """The part of [B, S, ...], a contiguous view of a contiguous tensor."""
+        return values[self.rows, self.columns]
+
+
+def slice_tokens(vocab_width: int, hidden_width: int) -> int:
+    """Most tokens of a slice: as many as have 32 MiB of float32 logits, or a quarter of the hidden width if more.
+
+    Depends on nothing but the model, above all not on the budget: results are the same bits for any.
+    """
+    by_bytes = SLICE_BYTES // (_FLOAT_BYTES * vocab_width)
+    return max(1, by_bytes, int(SLICE_SHARE_OF_WEIGHT * hidden_width))
+
+
+def parts(num_rows: int, num_tokens: int, limit: int) -> Sequence[Part]:
+    """Cut [B, S] into parts of at most ``limit`` tokens, nearly equal: whole rows if they fit, else parts of rows."""
+    if num_tokens <= limit:
+        groups = _cuts(num_rows, limit // num_tokens)
+        return [Part(rows=rows, columns=slice(0, num_tokens)) for rows in groups]
+    pieces = _cuts(num_tokens, limit)
+    return [Part(rows=slice(row, row + 1), columns=piece) for row in range(num_rows) for piece in pieces]
+
+
+def _cuts(length: int, limit: int) -> list[slice]:
+    count = -(-length // limit)
+    bounds = [length * number // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+class HeadLoss:
+    """The loss of one model's head. Whole where one slice holds all tokens, or where the head allows no slices."""
+
+    def __init__(self, head: HeadStage, *, slice_tokens: int = 0) -> None:
+        """``slice_tokens``: most tokens of a slice; 0: see :func:`slice_tokens`."""
+        self._head = head
+        self._configured = slice_tokens
+
+    def parts(self, hidden: Tensor) -> Sequence[Part]:
+        """How a micro-batch whose last hidden state is [B, S, H] is cut; one part: it is not."""
+        num_rows, num_tokens, hidden_width = hidden.shape
+        vocab_width = self._head.token_wise_width
+        if not vocab_width:
+            return parts(num_rows, num_tokens, num_rows * num_tokens)
+        return parts(num_rows, num_tokens, self._configured or slice_tokens(vocab_width, hidden_width))
+
+    def train(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        context: Context,
+        num_items: float,
+        *,
+        mode: AbstractContextManager[object],
+        backward: Callable[[Tensor], None],
+        hands_down: bool = True,
+    ) -> Tensor:
+        """The loss, 0-d float32, as :meth:`HeadStage.forward` has it; and its gradients.
+
+        ``hidden``, float32 [B, S, H] without a gradient, is overwritten by the gradient of the loss, slice by slice.
+        Without ``hands_down`` nobody wants that gradient: none is made, and ``hidden`` stays as it is.
+        ``mode`` is entered around each forward, ``backward`` is given each slice's loss. With one slice everything is
+        bit for bit as without slices; with several the sums over tokens are made in parts, and differ in rounding. A
+        slice that has no counted label is passed over: its gradient is zero.
+
+        Raises:
+            ConfigError: ``num_items`` is not positive.
+        """
+        cut = self.parts(hidden)
+        if len(cut) == 1:
+            with mode:
+                # .data: a version counter of its own (see stages.py)
+                source = hidden.data.requires_grad_(hands_down)
+                loss = self._head.forward(source, batch, context, num_items)
+            backward(loss)
+            if hands_down:
+                keep_gradient(hidden, source)
+            return loss.detach()
+        labels = shifted_labels(batch["labels"])
+        total = torch.zeros((), dtype=torch.float64)
+        for part in cut:
+            place = part.of(hidden)
+            if bool((part.of(labels) == -100).all()):
+                if hands_down:
+                    place.zero_()
+                continue
+            source = place.data.requires_grad_(hands_down)
+            with mode:
+                loss = self._head.slice_loss(source, part.of(batch["input_ids"]), part.of(labels), num_items)
+            backward(loss)
+            if hands_down:
+                keep_gradient(place, source)
+            total += loss.detach()
+        return total.float()
+
+    def evaluate(self, hidden: Tensor, batch: Batch, context: Context, num_items: float) -> Tensor:
+        """The loss, 0-d float32, as :meth:`train` has it for the same arguments, without gradients.
+
+        ``hidden``, [B, S, H], stays as it is. The head must be bound.
+        """
+        cut = self.parts(hidden)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            if len(cut) == 1:
+                return self._head.forward(hidden, batch, context, num_items)
+            labels = shifted_labels(batch["labels"])
+            for part in cut:
+                if not bool((part.of(labels) == -100).all()):
+                    ids = part.of(batch["input_ids"])
+                    total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), num_items)
+        return total.float()
+
+
+def keep_gradient(place: Tensor, source: Tensor) -> None:
+    """Put the gradient of a stage's input, ``source``, into the place of that input, which is not needed any more."""
+    if source.grad is None:
+        place.zero_()
+    else:
+        place.copy_(source.grad)
+        source.grad = None
