@@ -33,6 +33,9 @@ from hoist.tiers.store import Store
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
 
+#: Room in which a checkpoint's tensors can be staged while the former stage is written.
+_STAGING_BYTES = 64 * 1024
+
 
 def initialised(seed: int) -> Source:
     """Weights as transformers would initialise them, deterministic in ``seed``."""
@@ -108,7 +111,7 @@ def _fill(
     done = 0
     # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages
     # are written from must do, in turn.
-    overlaps = places.gradient_region.nbytes >= places.ring.nbytes
+    overlaps = places.gradient_region.nbytes >= min(_STAGING_BYTES, places.ring.nbytes)
 
     def fill(stage: Stage) -> None:
         stage_places = places.stages[stage.index]

@@ -229,6 +229,20 @@ def test_a_models_weights_fit(
         assert torch.equal(read, value.flatten())
 
 
+def test_many_tensors_with_long_names(
+    tmp_path: Path, form: Format, engine: DirectEngine, staging: torch.Tensor
+) -> None:
+    names = [f"{'nested.' * 50}{number}/n\u00e4me \u4e2d.weight" for number in range(2000)]
+    tensors = {name: torch.full((number % 5 + 1,), float(number)) for number, name in enumerate(names)}
+    form.save(tensors, tmp_path)
+    reader = form.reader(tmp_path)
+    assert reader.tensors.keys() == tensors.keys()
+    for name in names[::97]:
+        read = torch.zeros(tensors[name].numel())
+        reader.read_into(name, read, engine=engine, staging=staging)
+        assert torch.equal(read, tensors[name])
+
+
 def test_safetensors_come_first(tmp_path: Path) -> None:
     TORCH.save({"old": torch.zeros(1)}, tmp_path)
     found = find_checkpoint(tmp_path)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,36 @@ def test_what_a_killed_export_left_goes_with_the_next(job: Job, tmp_path: Path) 
     assert not left[0].exists() and beside != left
     assert sorted(tmp_path.glob(".out*")) == sorted(others)
     load(target)
+
+
+class Watcher(Recorder):
+    """Keeps every report of progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[tuple[str, int, int]] = []
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.reports.append((what, done, total))
+
+
+def require_rising(reports: list[tuple[int, int]]) -> None:
+    """Progress has one total, never goes back, and ends at it."""
+    done = [part for part, _ in reports]
+    assert done == sorted(done) and len(done) > 3
+    assert {total for _, total in reports} == {done[-1]}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_progress_goes_to_the_end(job: Job, tmp_path: Path, verify: bool) -> None:
+    watcher = Watcher()
+    train(replace(job.options(steps=0), freeze=("*.layers.1.*",) if verify else ()), watcher)
+    require_rising([(done, total) for what, done, total in watcher.reports if what == "writing weights"])
+    reports: list[tuple[int, int]] = []
+    with DirectEngine(num_threads=1) as engine:
+        summary = export_store(
+            job.store, tmp_path / "out", engine=engine, verify=verify,
+            progress=lambda done, total: reports.append((done, total)),
+        )  # fmt: skip
+    require_rising(reports)
+    assert reports[-1][1] == summary.num_bytes * (1 + verify)
