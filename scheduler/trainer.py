@@ -328,7 +328,8 @@ class Trainer:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
 
         A micro-batch is a mapping with ``input_ids`` and ``labels``, int64 [B, S], and optionally ``attention_mask``
-        [B, S]; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
+        or ``position_ids`` [B, S], for whose masks the budget has room if the configuration's ``extra_inputs`` name
+        them; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
         mean over all counted labels of the step, however they fall into micro-batches.
 
         ``run`` is JSON that a commit keeps with this step (data position and the like), or makes it of the step's
@@ -526,6 +527,12 @@ class Trainer:
                     f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
                     "must be [B, S] alike"
                 )
+            for name in batch.keys() & {"attention_mask", "position_ids"}:
+                if batch[name].shape != ids.shape:
+                    raise ConfigError(
+                        f"micro-batch {index}: {name} {tuple(batch[name].shape)} must be like input_ids "
+                        f"{tuple(ids.shape)}"
+                    )
             if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
                 raise ConfigError(
                     f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
