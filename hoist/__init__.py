@@ -27,17 +27,21 @@ _HOMES = {
     "choose_engine": "hoist.tiers.io",
     "export_store": "hoist.tools.export",
     "open_trainer": "hoist.tools.opening",
+    "read_tensor": "hoist.tools.read_tensor",
+    "stage_modules": "hoist.scheduler.module_stages",
 }
 
 if TYPE_CHECKING:
     from hoist.optim import AdamWHyperparameters, Schedule
     from hoist.scheduler.config import TrainerConfig
+    from hoist.scheduler.module_stages import stage_modules
     from hoist.scheduler.trainer import EvalMetrics, StepMetrics, Trainer
     from hoist.tiers.errors import HoistError
     from hoist.tiers.io import choose_engine
     from hoist.tiers.store import Store
     from hoist.tools.export import export_store
     from hoist.tools.opening import open_trainer
+    from hoist.tools.read_tensor import read_tensor
 else:
 
     def __getattr__(name):
@@ -65,4 +69,6 @@ __all__ = [
     "choose_engine",
     "export_store",
     "open_trainer",
+    "read_tensor",
+    "stage_modules",
 ]

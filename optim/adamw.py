@@ -32,11 +32,11 @@ class AdamWHyperparameters:
 
     lr: float
     """Peak learning rate; a schedule may scale it. Finite, not negative."""
-    betas: tuple[float, float]
+    betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of ``exp_avg`` and ``exp_avg_sq``, each in [0, 1)."""
-    eps: float
+    eps: float = 1e-8
     """Added to the root of the second moment. Finite, not negative; 0 gives NaN where every gradient so far was 0."""
-    weight_decay: float
+    weight_decay: float = 0.0
     """Decoupled weight decay, multiplied by the step's learning rate. Finite, not negative."""
 
     def __post_init__(self) -> None:

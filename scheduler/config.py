@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hoist.optim.adamw import AdamWHyperparameters
@@ -27,14 +27,14 @@ class TrainerConfig:
     """The promise: memory beyond the baseline of a warmed-up process, arena and autograd's share together."""
     micro_batch_size: int
     """Most rows of a micro-batch."""
-    seq_len: int
-    """Most tokens of a row."""
+    seq_len: int = 1024
+    """Most tokens of a row. Modules' micro-batches are sized by their example instead."""
     num_micro_batches: int
     """Most micro-batches of a step."""
     extra_inputs: tuple[str, ...] = ()
     """What micro-batches may have besides ids and labels: ``attention_mask`` or ``position_ids``. The budget then has
     room for the masks that a model makes of them: each micro-batch has its own."""
-    optimizer: AdamWHyperparameters
+    optimizer: AdamWHyperparameters = field(default_factory=lambda: AdamWHyperparameters(lr=1e-4))
     """Betas, eps and weight decay. The learning rate is the schedule's."""
     schedule: Schedule
     """Learning rate of every step."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
 
-#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: own dtype) view with the tensor's shape.
+#: Fills the owned tensors of a stage in place: name -> float32 (frozen ones: dtype that they are kept in) view with the
+#: tensor's shape.
 #: The last argument is memory that it may use for staging, uint8, 4 KiB-aligned.
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
@@ -100,22 +102,55 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
-    total = sum(layout.num_elements for layout in setup.layouts)
+    total = sum(
+        layout.num_elements + sum(placed.spec.num_elements for placed in layout.frozen) for layout in setup.layouts
+    )
     done = 0
+    # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages
+    # are written from must do, in turn.
+    overlaps = places.gradient_region.nbytes >= places.ring.nbytes
+
+    def fill(stage: Stage) -> None:
+        stage_places = places.stages[stage.index]
+        _zero_gaps(stage_places.weights, setup.layouts[stage.index])
+        stage_places.frozen.zero_()
+        owned = stage_places.stored()
+        source(stage, owned, places.gradient_region if overlaps else places.ring)
+        refuse_non_finite(owned)
+
+    def advance(num_elements: int) -> None:
+        nonlocal done
+        done += num_elements
+        if progress is not None:
+            progress(done, total)
+
+    def write(layout: StageLayout) -> None:
+        stage_places = places.stages[layout.index]
+        frozen = stage_places.frozen[: layout.frozen_bytes]
+        _write_stage(store, layout, stage_places.weights, frozen, places.states, engine, setup, advance)
+
     try:
-        for stage, layout in zip(model.stages, setup.layouts, strict=True):
-            stage_places = places.stages[layout.index]
-            stage_places.weights.zero_()
-            stage_places.frozen.zero_()
-            owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
-            source(stage, owned, places.gradient_region)
-            refuse_non_finite(owned)
-            _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
-            done += layout.num_elements
-            if progress is not None:
-                progress(done, total)
+        # While a stage is written, the next is filled: neighbours have different weight buffers. Leaving waits for it.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hoist-fill") as filler:
+            filled = filler.submit(fill, model.stages[0])
+            for stage, following in zip_longest(model.stages, model.stages[1:]):
+                filled.result()
+                if following is not None and overlaps:
+                    filled = filler.submit(fill, following)
+                write(setup.layouts[stage.index])
+                if following is not None and not overlaps:
+                    filled = filler.submit(fill, following)
     finally:
         places.close()
+
+
+def _zero_gaps(weights: Tensor, layout: StageLayout) -> None:
+    """Zero what no tensor covers: it is written and checked with the rest, and must not depend on what was there."""
+    end = 0
+    for placed in sorted(layout.trainable, key=lambda placed: placed.offset):
+        weights[end : placed.offset].zero_()
+        end = placed.offset + placed.spec.num_elements
+    weights[end:].zero_()
 
 
 def refuse_non_finite(values: Mapping[str, Tensor]) -> None:
@@ -136,6 +171,7 @@ def _write_stage(
     slots: list[Any],
     engine: IoEngine,
     setup: Setup,
+    advance: Callable[[int], None],
 ) -> None:
     """Split the stage's weights piece by piece and write them; moments stay the zeros of fresh files.
 
@@ -143,13 +179,14 @@ def _write_stage(
     """
     pending: dict[int, list[Future[None]]] = {}
     try:
-        _write_trainable(store, layout, weights, slots, engine, setup, pending)
+        _write_trainable(store, layout, weights, slots, engine, setup, pending, advance)
     finally:
         wait([future for futures in pending.values() for future in futures])
     if layout.frozen_bytes:
         place = store.frozen_place(layout.index)
         engine.write(place.path, place.offset_bytes, frozen).result()
         store.note_frozen(layout.index, checksum.extend(0, frozen))
+        advance(sum(placed.spec.num_elements for placed in layout.frozen))
 
 
 def _write_trainable(
@@ -160,6 +197,7 @@ def _write_trainable(
     engine: IoEngine,
     setup: Setup,
     pending: dict[int, list[Future[None]]],
+    advance: Callable[[int], None],
 ) -> None:
     """``pending`` holds, by slot, the writes that may still be in flight."""
     crc: ChunkChecksum | None = None
@@ -185,6 +223,7 @@ def _write_trainable(
             crc.extend_zeros(StateArray.EXP_AVG_SQ)
             store.note_written(layout.index, piece.chunk, crc.finish())
             crc = None
+        advance(min(piece.stop, layout.num_elements) - min(piece.start, layout.num_elements))
 
 
 def _finish(pending: dict[int, list[Future[None]]], slot: int) -> None:

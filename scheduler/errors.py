@@ -16,5 +16,9 @@ class ConfigError(RefusalError):
     """A setting has a value that cannot be honoured; the message names it, the value and what is allowed."""
 
 
+class MisuseError(ConfigError, AttributeError):
+    """A trainer was asked for what it does not have; the message says where that is."""
+
+
 class NonFiniteGradientError(HoistError, ArithmeticError):
     """The gradients of too many steps in a row were infinite or NaN; none of these steps changed the weights."""

@@ -71,11 +71,11 @@ class HeadLoss:
         self._configured = slice_tokens
 
     def parts(self, hidden: Tensor) -> Sequence[Part]:
-        """How a micro-batch whose last hidden state is [B, S, H] is cut; one part: it is not."""
-        num_rows, num_tokens, hidden_width = hidden.shape
+        """How a micro-batch is cut whose last hidden state is [B, S, H]; one part: it is not."""
         vocab_width = self._head.token_wise_width
         if not vocab_width:
-            return parts(num_rows, num_tokens, num_rows * num_tokens)
+            return [Part(rows=slice(None), columns=slice(None))]
+        num_rows, num_tokens, hidden_width = hidden.shape
         return parts(num_rows, num_tokens, self._configured or slice_tokens(vocab_width, hidden_width))
 
     def train(
@@ -87,10 +87,12 @@ class HeadLoss:
         *,
         mode: AbstractContextManager[object],
         backward: Callable[[Tensor], None],
+        hands_down: bool = True,
     ) -> Tensor:
         """The loss, 0-d float32, as :meth:`HeadStage.forward` has it; and its gradients.
 
         ``hidden``, float32 [B, S, H] without a gradient, is overwritten by the gradient of the loss, slice by slice.
+        Without ``hands_down`` nobody wants that gradient: none is made, and ``hidden`` stays as it is.
         ``mode`` is entered around each forward, ``backward`` is given each slice's loss. With one slice everything is
         bit for bit as without slices; with several the sums over tokens are made in parts, and differ in rounding. A
         slice that has no counted label is passed over: its gradient is zero.
@@ -101,23 +103,27 @@ class HeadLoss:
         cut = self.parts(hidden)
         if len(cut) == 1:
             with mode:
-                source = hidden.data.requires_grad_()  # .data: a version counter of its own (see stages.py)
+                # .data: a version counter of its own (see stages.py)
+                source = hidden.data.requires_grad_(hands_down)
                 loss = self._head.forward(source, batch, context, num_items)
             backward(loss)
-            _put_gradient(hidden, source)
+            if hands_down:
+                keep_gradient(hidden, source)
             return loss.detach()
         labels = shifted_labels(batch["labels"])
         total = torch.zeros((), dtype=torch.float64)
         for part in cut:
             place = part.of(hidden)
             if bool((part.of(labels) == -100).all()):
-                place.zero_()
+                if hands_down:
+                    place.zero_()
                 continue
-            source = place.data.requires_grad_()
+            source = place.data.requires_grad_(hands_down)
             with mode:
                 loss = self._head.slice_loss(source, part.of(batch["input_ids"]), part.of(labels), num_items)
             backward(loss)
-            _put_gradient(place, source)
+            if hands_down:
+                keep_gradient(place, source)
             total += loss.detach()
         return total.float()
 
@@ -139,8 +145,8 @@ class HeadLoss:
         return total.float()
 
 
-def _put_gradient(place: Tensor, source: Tensor) -> None:
-    """The gradient of the head's input takes the place of that input, which is not needed any more."""
+def keep_gradient(place: Tensor, source: Tensor) -> None:
+    """Put the gradient of a stage's input, ``source``, into the place of that input, which is not needed any more."""
     if source.grad is None:
         place.zero_()
     else:

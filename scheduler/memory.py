@@ -45,7 +45,7 @@ class StageBytes:
     weights: int
     """Compute weights (fp32, own and borrowed) and frozen tensors."""
     gradients: int
-    """fp32 gradients of its own trainable tensors."""
+    """fp32 gradients of its own trainable tensors; 0 if it has none."""
     workspace: int
     """Most bytes that its forward, recomputation and backward on one micro-batch hold outside the arena."""
 
@@ -62,7 +62,8 @@ class Demand:
     activation_bytes: int
     """One boundary activation (multiple of 4096)."""
     num_boundaries: int
-    """Boundary activations of a step: (stages - 1) x micro-batches."""
+    """Boundary activations that a step has at once: micro-batches x (stages - 1), or where the first ones are not
+    trained, x the stages from the first trained one on."""
     context_bytes: int
     """Masks, positions and rotary tables of a step's micro-batches, batches included."""
     max_piece_elements: int
@@ -123,13 +124,14 @@ class MemoryPlan:
 
     @property
     def _shared_gradients(self) -> list[int]:
-        return [stage.gradients for stage in self.demand.stages[: len(self.demand.stages) - self.num_kept_gradients]]
+        """Stages that share the gradient buffers: those with gradients that have no buffer of their own."""
+        shared = len(self.demand.stages) - self.num_kept_gradients
+        return [stage for stage in range(shared) if self.demand.stages[stage].gradients]
 
     @property
     def _shared_gradient_bytes(self) -> int:
-        if self.num_gradient_buffers == 1:
-            return max(self._shared_gradients, default=0)
-        return _pair_bytes(self._shared_gradients)
+        sizes = [self.demand.stages[stage].gradients for stage in self._shared_gradients]
+        return max(sizes, default=0) if self.num_gradient_buffers == 1 else _pair_bytes(sizes)
 
     @property
     def gradient_bytes(self) -> int:
@@ -192,8 +194,8 @@ class MemoryPlan:
         count = len(self.demand.stages)
         streamed = count - self.num_resident
         weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
-        shared = count - self.num_kept_gradients
-        gradients = tuple(stage % self.num_gradient_buffers if stage < shared else 2 + stage for stage in range(count))
+        turns = {stage: turn % self.num_gradient_buffers for turn, stage in enumerate(self._shared_gradients)}
+        gradients = tuple(turns.get(stage, 2 + stage) for stage in range(count))
         return Buffers(
             weights=weights,
             gradients=gradients,
@@ -220,11 +222,12 @@ class MemoryPlan:
 
     def gradient_offset(self, stage: int) -> int:
         """First byte of a stage's gradients in the gradient region."""
-        shared = len(self._shared_gradients)
-        if stage >= shared:
-            before = self.demand.stages[shared:stage]
+        shared = self._shared_gradients
+        streamed = len(self.demand.stages) - self.num_kept_gradients
+        if stage >= streamed:
+            before = self.demand.stages[streamed:stage]
             return self._shared_gradient_bytes + sum(other.gradients for other in before)
-        if self.num_gradient_buffers == 1 or stage % 2 == 0:
+        if stage not in shared or self.num_gradient_buffers == 1 or shared.index(stage) % 2 == 0:
             return 0
         return self._shared_gradient_bytes - self.demand.stages[stage].gradients
 

@@ -37,7 +37,9 @@ class Kind(Enum):
     MERGE = auto()
     """Staging slot, or where the weights are kept (``slot`` -1) -> weight buffer of ``stage``."""
     READ_FROZEN = auto()
-    """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, in their own dtypes."""
+    """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, own and borrowed, in their own dtypes."""
+    WIDEN = auto()
+    """Within the weight buffer of ``stage``, or from where they are kept: frozen weights of 16 bits become float32."""
     READ_KEPT = auto()
     """NVMe -> host memory: the arrays of one piece of ``stage`` that stay there from step to step; once a run."""
     BIND = auto()
@@ -85,6 +87,7 @@ LANES: dict[Kind, Lane] = {
     Kind.READ_WEIGHTS: Lane.IO,
     Kind.MERGE: Lane.COPY,
     Kind.READ_FROZEN: Lane.IO,
+    Kind.WIDEN: Lane.COPY,
     Kind.READ_KEPT: Lane.IO,
     Kind.BIND: Lane.COMPUTE,
     Kind.FORWARD: Lane.COMPUTE,
@@ -113,6 +116,8 @@ class Part(Enum):
 
     WEIGHTS = auto()
     """A weight buffer (number)."""
+    FROZEN = auto()
+    """The frozen tensors of a stage as they are stored, where they are not computed with so (stage)."""
     STAGING = auto()
     """A staging slot (number)."""
     GRADIENT = auto()
@@ -170,14 +175,15 @@ class Op:
     refresh: tuple[int, ...] = ()
     """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
 
+    ends_input: bool = False
+    """FORWARD, LOSS, BACKWARD: nobody needs the stage's input after this, nor a gradient of it: nothing below is
+    trained."""
     delayed: bool = False
     """They belong to the step before, and run just before the stage is needed (states, updates, what is kept)."""
     fill: bool = False
     """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
-    drops: bool = False
-    """FORWARD: nothing needs the stage's input afterwards, as no backward follows."""
     redo: bool = False
     """READ_STATES, UPDATE, WRITE_STATES: the update of the step before once more, from the version before it, if the
     gradients turned out to need scaling."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hoist.optim.split import merge
+from hoist.scheduler.frozen import FrozenLayout, computed_tensors, stored_tensors, widen
 from hoist.scheduler.memory import GRADIENT_BYTES, STAGING_BYTES, STATE_BYTES, MemoryPlan
 from hoist.tiers.arena import Arena
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
@@ -55,9 +56,9 @@ def lay_out_borrowed(layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor
     return tuple(borrowed)
 
 
-def weight_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
-    """Bytes of a stage's weight buffer: own weights, borrowed ones, then the frozen array."""
-    return _float_bytes(layout, borrowed) + layout.frozen_bytes
+def weight_bytes(layout: StageLayout, borrowed: Sequence[Borrowed], frozen: FrozenLayout) -> int:
+    """Bytes of a stage's weight buffer: own weights, borrowed ones, then the frozen part."""
+    return _float_bytes(layout, borrowed) + frozen.num_bytes
 
 
 def _float_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
@@ -121,17 +122,22 @@ class StagePlaces:
         self,
         layout: StageLayout,
         borrowed: Sequence[Borrowed],
+        frozen: FrozenLayout,
         weights: Tensor,
         gradients: Tensor,
         kept_frozen: Tensor | None,
     ) -> None:
         self.layout = layout
         self.borrowed = tuple(borrowed)
+        self.frozen_layout = frozen
         floats = _float_bytes(layout, borrowed)
         #: float32: own tensors at their layout offsets, then borrowed ones.
         self.weights = weights[:floats].view(torch.float32)
-        #: uint8: the frozen array as it is stored; behind the weights, or where it is kept from step to step.
-        self.frozen = weights[floats : floats + layout.frozen_bytes] if kept_frozen is None else kept_frozen
+        part = weights[floats : floats + frozen.num_bytes]
+        #: uint8: frozen tensors as they are stored; behind the weights, or where they are kept from step to step.
+        self.frozen = part[frozen.stored_from :] if kept_frozen is None else kept_frozen
+        #: uint8: frozen tensors as they are computed with.
+        self._computed = part if frozen.widens else self.frozen
         #: float32: gradients of own trainable tensors at their layout offsets.
         self.gradients = gradients.view(torch.float32)
 
@@ -142,11 +148,19 @@ class StagePlaces:
             views[placed.spec.name] = _shaped(self.weights, placed.offset, placed)
         for borrowed in self.borrowed:
             views[borrowed.placed.spec.name] = _shaped(self.weights, borrowed.offset, borrowed.placed)
-        for placed in self.layout.frozen:
-            spec = placed.spec
-            raw = self.frozen[placed.offset : placed.offset + spec.num_bytes]
-            views[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+        views.update(computed_tensors(self.frozen_layout, self._computed))
         return views
+
+    def stored(self) -> dict[str, Tensor]:
+        """The stage's own tensors by name, as a new store is given them: frozen ones in the dtype they are kept in."""
+        views = {placed.spec.name: _shaped(self.weights, placed.offset, placed) for placed in self.layout.trainable}
+        own = {placed.spec.name for placed in self.layout.frozen}
+        views.update((name, view) for name, view in stored_tensors(self.frozen_layout, self.frozen) if name in own)
+        return views
+
+    def widen(self) -> None:
+        """Bring the frozen tensors, which have been read, to the form that is computed with."""
+        widen(self.frozen_layout, self.frozen, self._computed)
 
     def gradient(self, placed: PlacedTensor) -> Tensor:
         """The gradient of one own trainable tensor, with its shape."""
@@ -170,6 +184,7 @@ class Places:
         memory: MemoryPlan,
         layouts: Sequence[StageLayout],
         borrowed: Sequence[Sequence[Borrowed]],
+        frozen: Sequence[FrozenLayout],
         loans: Mapping[str, PlacedTensor],
     ) -> None:
         """``loans`` are the trainable tensors that some stage borrows, by name."""
@@ -181,6 +196,8 @@ class Places:
         self.gradient_region = gradients
         loan_region = self.arena.lease(memory.demand.loan_bytes, "gradients of tied tensors").tensor.view(torch.float32)
         ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
+        #: uint8: staging and state slots together, which creation uses too.
+        self.ring = ring
         #: float32 scratch for one block of a weight's gradient.
         self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(torch.float32)
         activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
@@ -200,8 +217,8 @@ class Places:
                     taken += length
                 self.kept[stage, chunk] = KeptChunk(chunk * layout.chunk_elements, arrays)
         for stage in sorted(kept.frozen):
-            kept_frozen[stage] = kept_region[taken : taken + layouts[stage].frozen_bytes]
-            taken += layouts[stage].frozen_bytes
+            kept_frozen[stage] = kept_region[taken : taken + frozen[stage].stored_bytes]
+            taken += frozen[stage].stored_bytes
         self.stages: list[StagePlaces] = []
         for index, (layout, lent) in enumerate(zip(layouts, borrowed, strict=True)):
             start, size = memory.weight_offset(index), memory.demand.stages[index].weights
@@ -210,6 +227,7 @@ class Places:
                 StagePlaces(
                     layout,
                     lent,
+                    frozen[index],
                     weights[start : start + size],
                     gradients[first : first + length],
                     kept_frozen.get(index),
@@ -253,7 +271,7 @@ class Places:
         self.stages.clear()
         self.kept.clear()
         self.loans.clear()
-        self.block = self.gradient_region = torch.empty(0)
+        self.block = self.gradient_region = self.ring = torch.empty(0)
         self.staging.clear()
         self.states.clear()
         self.activations.clear()

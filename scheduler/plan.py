@@ -21,7 +21,9 @@ class StageShape:
     chunks: tuple[int, ...]
     """Chunk of each of its pieces."""
     has_frozen: bool = False
-    """There are frozen tensors or buffers to read."""
+    """There are frozen tensors or buffers to read, own or borrowed."""
+    widens: bool = False
+    """Some of these are not computed with as they are stored."""
     borrowed: tuple[tuple[int, int], ...] = ()
     """(owner stage, owner's piece) of every piece that holds a part of a borrowed tensor."""
 
@@ -38,7 +40,7 @@ class Buffers:
     weights: tuple[int, ...]
     """Weight buffer of each stage. Neighbours must differ."""
     gradients: tuple[int, ...]
-    """Gradient buffer of each stage."""
+    """Gradient buffer of each stage; what it says of one without trainable tensors does not matter."""
     delayed_from: tuple[int, ...] = ()
     """Per stage, the first piece whose update is delayed into the next step's forward; the first of a chunk, or the
     number of pieces for none. Empty: nothing is delayed."""
@@ -82,6 +84,14 @@ class Phase(Enum):
     EVALUATE = auto()
 
 
+def first_trained(stages: Sequence[StageShape]) -> int:
+    """The first stage with trainable tensors: the backward ends there. Raises ValueError if nothing is trained."""
+    for index, stage in enumerate(stages):
+        if stage.num_pieces:
+            return index
+    raise ValueError("stages: none has anything to train")
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """A stage with the micro-batches that pass through it while its weights are there."""
@@ -111,12 +121,12 @@ class Plan:
     """Pieces (stage, piece) whose gradients wait in scratch for their delayed updates."""
 
 
-def vertical_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
+def vertical_visits(num_stages: int, num_micro_batches: int, first: int = 0) -> tuple[Visit, ...]:
     """Layer-major order: every stage sees all micro-batches before the next stage does.
 
     The forward's micro-batch order turns round from stage to stage, so that the boundary micro-batch stays where it
     is; backward always accumulates in the order 0..M-1, since another order changes an fp32 sum. The last stage's
-    forward and backward are one visit.
+    forward and backward are one visit. Stages below ``first``, where nothing is trained, have no backward.
     """
     _check_counts(num_stages, num_micro_batches)
     ascending = tuple(range(num_micro_batches))
@@ -124,19 +134,22 @@ def vertical_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...
     forward = [
         Visit(stage, Phase.FORWARD, ascending if (last - stage) % 2 == 0 else ascending[::-1]) for stage in range(last)
     ]
-    backward = [Visit(stage, Phase.BACKWARD, ascending) for stage in reversed(range(last))]
+    backward = [Visit(stage, Phase.BACKWARD, ascending) for stage in reversed(range(first, last))]
     return (*forward, Visit(last, Phase.LOSS, ascending), *backward)
 
 
-def horizontal_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
-    """Micro-batch-major order, as ZeRO-Infinity has it: each micro-batch runs through the whole model and back."""
+def horizontal_visits(num_stages: int, num_micro_batches: int, first: int = 0) -> tuple[Visit, ...]:
+    """Micro-batch-major order, as ZeRO-Infinity has it: each micro-batch runs through the whole model and back.
+
+    Back as far as stage ``first``: nothing below is trained.
+    """
     _check_counts(num_stages, num_micro_batches)
     last = num_stages - 1
     visits: list[Visit] = []
     for micro_batch in range(num_micro_batches):
         visits += [Visit(stage, Phase.FORWARD, (micro_batch,)) for stage in range(last)]
         visits.append(Visit(last, Phase.LOSS, (micro_batch,)))
-        visits += [Visit(stage, Phase.BACKWARD, (micro_batch,)) for stage in reversed(range(last))]
+        visits += [Visit(stage, Phase.BACKWARD, (micro_batch,)) for stage in reversed(range(first, last))]
     return tuple(visits)
 
 
@@ -154,14 +167,16 @@ def vertical(
 
     ``cold`` and ``pending`` say what the step before left, see :class:`Plan`.
     """
-    return _build("vertical", stages, buffers, vertical_visits(len(stages), num_micro_batches), cold, pending)
+    visits = vertical_visits(len(stages), num_micro_batches, first_trained(stages))
+    return _build("vertical", stages, buffers, visits, cold, pending)
 
 
 def horizontal(
     stages: Sequence[StageShape], num_micro_batches: int, buffers: Buffers, *, cold: bool, pending: bool = False
 ) -> Plan:
     """The plan of a micro-batch-major step: the same results, more traffic. Arguments, errors as :func:`vertical`."""
-    return _build("horizontal", stages, buffers, horizontal_visits(len(stages), num_micro_batches), cold, pending)
+    visits = horizontal_visits(len(stages), num_micro_batches, first_trained(stages))
+    return _build("horizontal", stages, buffers, visits, cold, pending)
 
 
 def evaluation(
@@ -199,13 +214,14 @@ def flush(stages: Sequence[StageShape], buffers: Buffers, *, pending: bool = Tru
     the delayed updates have been done.
     """
     held = _held_at_end(stages, buffers)
-    builder = _Builder("flush", stages, buffers, vertical_visits(len(stages), 1), held=held, pending=pending)
+    visits = vertical_visits(len(stages), 1, first_trained(stages))
+    builder = _Builder("flush", stages, buffers, visits, held=held, pending=pending)
     return builder.build_flush()
 
 
 def _held_at_end(stages: Sequence[StageShape], buffers: Buffers) -> dict[int, int]:
-    """What weight buffers hold after a step: the same for every plan, as each ends with the first stages' backward."""
-    first = _Builder("", stages, buffers, vertical_visits(len(stages), 1), held=None)
+    """What weight buffers hold after a step: the same for every plan, as each ends with the same backward visits."""
+    first = _Builder("", stages, buffers, vertical_visits(len(stages), 1, first_trained(stages)), held=None)
     first.build()
     return first.held
 
@@ -249,6 +265,10 @@ class _ActivationSlots:
     def next_use(self, boundary: tuple[int, int], position: int) -> int:
         """Position of the first use at or after ``position``; very large if there is none."""
         return next((use for use in self._uses[boundary] if use >= position), 2**62)
+
+    def is_needed(self, boundary: tuple[int, int], position: int) -> bool:
+        """Something at or after ``position`` uses ``boundary``."""
+        return self._uses[boundary][-1] >= position
 
     def take(
         self, boundary: tuple[int, int], position: int, pinned: set[tuple[int, int]]
@@ -303,7 +323,7 @@ class _Numbers(TypedDict, total=False):
     fill: bool
     stashed: bool
     redo: bool
-    drops: bool
+    ends_input: bool
 
 
 class _Builder:
@@ -360,8 +380,14 @@ class _Builder:
         self.load(self.visits[0].stage)
         turn = next(index for index, visit in enumerate(self.visits) if visit.phase is Phase.LOSS)
         for index, visit in enumerate(self.visits):
+            if self.held.get(self.buffers.weights[visit.stage]) != visit.stage:
+                self.load(visit.stage)  # the visit before needed the buffer
             following = self.next_other_stage(index)
-            if following is not None and not self.belongs_to_next_step(index, following):
+            if (
+                following is not None
+                and self.buffers.weights[following] != self.buffers.weights[visit.stage]
+                and not self.belongs_to_next_step(index, following)
+            ):
                 self.load(following)
             if index == turn:
                 self.emit(Kind.COMMIT, writes=(Resource(Part.COMMIT, 0),))
@@ -425,9 +451,11 @@ class _Builder:
         shape = self.stages[stage]
         return self.delayed_from[stage] < shape.num_pieces or (self.buffers.speculative and bool(shape.num_pieces))
 
-    def is_stashed(self, stage: int) -> bool:
-        """Its gradients that must wait do so in scratch, since another stage takes its gradient buffer."""
-        return self.buffers.gradients.count(self.buffers.gradients[stage]) > 1
+    def shares_gradient(self, stage: int) -> bool:
+        """Another stage takes its gradient buffer: gradients that must wait do so in scratch."""
+        buffer = self.buffers.gradients[stage]
+        takers = [own for own, shape in zip(self.buffers.gradients, self.stages, strict=True) if shape.num_pieces]
+        return takers.count(buffer) > 1
 
     def belongs_to_next_step(self, index: int, stage: int) -> bool:
         """The stage's next visit is in the next step and its delayed updates come first: it is loaded there."""
@@ -474,8 +502,11 @@ class _Builder:
         if held:
             return
         shape = self.stages[stage]
+        frozen = (Resource(Part.FROZEN, stage),) if shape.widens else ()
         if shape.has_frozen and (stage not in self.buffers.kept_frozen or self.is_to_be_read(stage, FROZEN_PIECE)):
-            self.emit(Kind.READ_FROZEN, reads=(weights,), stage=stage)
+            self.emit(Kind.READ_FROZEN, reads=(weights,), writes=frozen, stage=stage)
+        if shape.widens:
+            self.emit(Kind.WIDEN, reads=(*frozen, weights), stage=stage)
         own = [(stage, piece) for piece in range(shape.num_pieces) if piece not in filled]
         for owner, piece in (*own, *shape.borrowed):
             if self.stages[owner].chunks[piece] in self.kept_weights[owner]:
@@ -505,20 +536,23 @@ class _Builder:
         stage = visit.stage
         weights = Resource(Part.WEIGHTS, self.buffers.weights[stage])
         self.emit(Kind.BIND, writes=(weights,), stage=stage)
-        trains = visit.phase in (Phase.LOSS, Phase.BACKWARD)
+        trains = visit.phase in (Phase.LOSS, Phase.BACKWARD) and bool(self.stages[stage].num_pieces)
         if trains:
             self.fetch_gradient(index, stage)
         for micro_batch in visit.micro_batches:
             self.compute(visit, micro_batch, weights)
         # The stage's updates, which wait for its gradient, may make weights out of date that nobody keeps: only once
         # its modules have let go of them.
-        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
-        self.emit(Kind.UNBIND, writes=(weights, gradient) if trains else (weights,), stage=stage)
+        self.emit(Kind.UNBIND, writes=(weights, *(self.gradient(stage) if trains else ())), stage=stage)
         if trains:
             if index == self.final_visit[stage]:
                 self.update(index, stage)
             else:
                 self.spill_gradient(index, stage)
+
+    def gradient(self, stage: int) -> tuple[Resource, ...]:
+        """The stage's gradient buffer; nothing if none of its own tensors is trained."""
+        return (Resource(Part.GRADIENT, self.buffers.gradients[stage]),) if self.stages[stage].num_pieces else ()
 
     def compute(self, visit: Visit, micro_batch: int, weights: Resource) -> None:
         stage = visit.stage
@@ -528,28 +562,31 @@ class _Builder:
         resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
         input_slot = slots[0] if stage > 0 else -1
         output_slot = slots[-1] if visit.phase in (Phase.FORWARD, Phase.BACKWARD) else -1
-        common: _Numbers = {"stage": stage, "micro_batch": micro_batch, "slot": input_slot, "output_slot": output_slot}
-        evaluates = self.name == "evaluation"
+        # No backward comes back to it, and what a first trained stage would give it nobody wants.
+        ends_input = stage > 0 and not self.activations.is_needed(boundaries[0], self.position + 1)
+        common: _Numbers = {
+            "stage": stage,
+            "micro_batch": micro_batch,
+            "slot": input_slot,
+            "output_slot": output_slot,
+            "ends_input": ends_input,
+        }
         if visit.phase is Phase.FORWARD:
-            drops = evaluates and stage > 0
-            self.emit(
-                Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:], drops=drops
-            )
+            self.emit(Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:])
         elif visit.phase is Phase.EVALUATE:
             self.emit(Kind.EVALUATE, common, reads=(weights, *resources))
         else:
-            gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
             lenders = sorted({owner for owner, _ in self.stages[stage].borrowed})
             loans = [Resource(Part.LOAN, owner) for owner in lenders]
             kind = Kind.LOSS if visit.phase is Phase.LOSS else Kind.BACKWARD
             # The gradient of a stage's input takes the place of that input.
-            changed = resources[: 1 if stage > 0 else 0]
-            self.emit(kind, common, reads=(weights, *resources), writes=(gradient, *loans, *changed))
+            changed = resources[: 1 if stage > 0 and not ends_input else 0]
+            self.emit(kind, common, reads=(weights, *resources), writes=(*self.gradient(stage), *loans, *changed))
             if stage > 0:
                 self.activations.saved.discard(boundaries[0])
             if visit.phase is Phase.BACKWARD:
                 self.activations.drop(boundaries[-1])
-        if evaluates and stage > 0:
+        if ends_input:
             self.activations.drop(boundaries[0])
         self.position += 1
 
@@ -603,7 +640,7 @@ class _Builder:
     def spill_gradient(self, index: int, stage: int) -> None:
         """Between two visits the gradient stays, unless another stage has the same buffer."""
         buffer = self.buffers.gradients[stage]
-        if self.buffers.gradients.count(buffer) > 1:
+        if self.shares_gradient(stage):
             self.scratch_gradients.add(stage)
             self.emit(
                 Kind.SPILL_GRADIENT,
@@ -619,7 +656,7 @@ class _Builder:
         keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
         self.emit(Kind.NORM, writes=(gradient, Resource(Part.NORM, 0), *loans), stage=stage)
-        if self.is_stashed(stage):
+        if self.shares_gradient(stage):
             for piece in range(waiting_from, self.stages[stage].num_pieces):
                 self.stashed.append((stage, piece))
                 stash = Resource(Part.STASHED_GRADIENT, stage, piece)
@@ -635,7 +672,7 @@ class _Builder:
             for user in self.users(stage)
             if not (fill and user == stage) and self.held.get(self.buffers.weights[user]) == user
         )
-        stashed = self.is_stashed(stage)
+        stashed = self.shares_gradient(stage)
         if self.buffers.speculative:
             self.update_pieces(stage, range(pieces.start), keepers, delayed=True, stashed=stashed, redo=True)
         self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, stashed=stashed)

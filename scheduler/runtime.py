@@ -17,8 +17,9 @@ from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Done
-from hoist.scheduler.head_loss import HeadLoss
+from hoist.scheduler.head_loss import HeadLoss, keep_gradient
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
@@ -129,6 +130,7 @@ class Runtime:
             Kind.ACQUIRE: self._acquire,
             Kind.OPEN_CHUNK: lambda op, state: None,
             Kind.MERGE: self._merge,
+            Kind.WIDEN: self._widen,
             Kind.BIND: self._bind,
             Kind.UNBIND: self._unbind,
             Kind.FORWARD: self._forward,
@@ -262,7 +264,7 @@ class Runtime:
             Item(ItemKind.WEIGHTS, op.stage),
             self._buffers.weights[op.stage],
             places.weights.nbytes + streamed_bytes,
-            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes),
+            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes or places.frozen_layout.widens),
         )
 
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
@@ -289,20 +291,30 @@ class Runtime:
         self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
 
     def _read_frozen(self, op: Op, state: StepState, done: Done) -> None:
-        place = self._store.frozen_place(op.stage)
-        target = self._places.stages[op.stage].frozen
+        places = self._places.stages[op.stage]
+        frozen = places.frozen_layout
         item = Item(ItemKind.WEIGHTS, op.stage)
-        if op.stage in self._buffers.kept_frozen:
+        is_kept = op.stage in self._buffers.kept_frozen
+        if is_kept:
             item = Item(ItemKind.KEPT_FROZEN, op.stage)
-            self._manager.fill(item, op.stage, target.nbytes)
+            self._manager.fill(item, op.stage, places.frozen.nbytes)
 
         def read() -> None:
-            if self._read_check is not None:
-                self._read_check.frozen(op.stage, target)
-            self._manager.filled(item)
+            own_bytes = places.layout.frozen_bytes
+            if self._read_check is not None and own_bytes:
+                self._read_check.frozen(op.stage, places.frozen[:own_bytes])
+            if is_kept or not frozen.widens:
+                self._manager.filled(item)
 
-        future = self._engine.read(place.path, place.offset_bytes, target)
-        future.add_done_callback(Join(1, then(done, read)).part)
+        join = Join(len(frozen.ranges), then(done, read))
+        for part in frozen.ranges:
+            place = self._store.frozen_place(part.owner)
+            target = places.frozen[part.position : part.position + part.num_bytes]
+            join.start(partial(self._engine.read, place.path, place.offset_bytes + part.start, target))
+
+    def _widen(self, op: Op, state: StepState) -> None:
+        self._places.stages[op.stage].widen()
+        self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
 
     def _bind(self, op: Op, state: StepState) -> None:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
@@ -355,8 +367,8 @@ class Runtime:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
             self._activation(op.output_slot, state.shapes[op.micro_batch]).copy_(hidden)
-            if op.drops:
-                self._manager.discard(_boundary(op, -1))
+        if op.ends_input:
+            self._manager.discard(_boundary(op, -1))
 
     def _evaluate(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -387,8 +399,9 @@ class Runtime:
             state.num_items,
             mode=self._direct[op.stage],
             backward=lambda loss: self._run_backward(op, state, loss, None),
+            hands_down=not op.ends_input,
         )
-        self._manager.modify(_boundary(op, -1))
+        self._hand_down(op, state)
 
     def _backward_op(self, op: Op, state: StepState) -> None:
         stage = self._stages[op.stage]
@@ -405,18 +418,35 @@ class Runtime:
         elif isinstance(stage, LayerStage):
             self._manager.need(_boundary(op, -1), op.slot)
             slot = self._activation(op.slot, shape)
-            source = slot.data.requires_grad_()
+            source = self._input(slot, op)
             with self._direct[op.stage]:
                 output = stage.forward(source, self._context(op, state))
             self._run_backward(op, state, output, gradient)
-            self._keep_input_gradient(slot, source)
-            self._manager.modify(_boundary(op, -1))
+            if not op.ends_input:
+                keep_gradient(slot, source)
+            self._hand_down(op, state)
         else:
             raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
         self._manager.discard(_boundary(op, 0))
 
+    @staticmethod
+    def _input(slot: Tensor, op: Op) -> Tensor:
+        """A stage's input, over the memory of its slot; with a gradient if some stage below wants it."""
+        source = slot.data  # a version counter of its own (see stages.py)
+        return source if op.ends_input else source.requires_grad_()
+
+    def _hand_down(self, op: Op, state: StepState) -> None:
+        """What was a stage's input is its gradient now; or nothing that anybody needs."""
+        if op.ends_input:
+            self._manager.discard(_boundary(op, -1))
+            state.contexts[op.micro_batch] = None
+        else:
+            self._manager.modify(_boundary(op, -1))
+
     def _own_gradient(self, op: Op) -> None:
         """The stage's gradient buffer must hold its own sums, or nothing that is still needed."""
+        if not self.pieces[op.stage]:
+            return
         item = Item(ItemKind.GRADIENT, op.stage)
         if self._manager.state(item) is State.ABSENT:
             num_bytes = self._places.stages[op.stage].gradients.nbytes
@@ -432,14 +462,6 @@ class Runtime:
             torch.autograd.backward(output, gradient)
         finally:
             self._backward = None
-
-    @staticmethod
-    def _keep_input_gradient(slot: Tensor, source: Tensor) -> None:
-        """The gradient of a stage's input takes the place of that input, which is not needed any more."""
-        if source.grad is None:
-            slot.zero_()
-        else:
-            slot.copy_(source.grad)
 
     # ------------------------------------------------------------------ gradients
 
@@ -464,7 +486,10 @@ class Runtime:
         def touched() -> bool:
             current = self._backward
             if current is None or current[1] != stage:
-                raise RuntimeError(f"{name}: a gradient arrived outside of the backward of its stage {stage}")
+                raise ConfigError(
+                    f"{name}: backward was called on something that the stage computed; a step runs every backward "
+                    "itself, so a loss or module must not"
+                )
             seen = current[0].touched[stage] if placed is not None else current[0].lent
             if name in seen:
                 return True

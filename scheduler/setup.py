@@ -15,6 +15,7 @@ import torch
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
     PAGE_BYTES,
@@ -47,7 +48,9 @@ class Setup:
 
     layouts: tuple[StageLayout, ...]
     borrowed: tuple[tuple[Borrowed, ...], ...]
-    """Per stage, the tensors it uses that an earlier stage owns."""
+    """Per stage, the trainable tensors it uses that an earlier stage owns."""
+    frozen: tuple[FrozenLayout, ...]
+    """Per stage, its frozen tensors, own and borrowed."""
     loans: dict[str, PlacedTensor]
     """Trainable tensors that some stage borrows, by name."""
     memory: MemoryPlan
@@ -77,19 +80,24 @@ class Setup:
 
     def places(self) -> Places:
         """Allocate the arena and carve it up."""
-        return Places(memory=self.memory, layouts=self.layouts, borrowed=self.borrowed, loans=self.loans)
+        return Places(
+            memory=self.memory, layouts=self.layouts, borrowed=self.borrowed, frozen=self.frozen, loans=self.loans
+        )
 
     def shapes(self) -> tuple[StageShape, ...]:
         """What plans need to know of the stages."""
-        return _shapes(self.layouts, self.borrowed, self.memory.piece_elements)
+        return _shapes(self.layouts, self.borrowed, self.frozen, self.memory.piece_elements)
 
 
 def _shapes(
-    layouts: Sequence[StageLayout], borrowed: Sequence[Sequence[Borrowed]], piece_elements: int
+    layouts: Sequence[StageLayout],
+    borrowed: Sequence[Sequence[Borrowed]],
+    frozen: Sequence[FrozenLayout],
+    piece_elements: int,
 ) -> tuple[StageShape, ...]:
     pieces = [layout.pieces(piece_elements) for layout in layouts]
     shapes = []
-    for layout, own, lent in zip(layouts, pieces, borrowed, strict=True):
+    for own, lent, fixed in zip(pieces, borrowed, frozen, strict=True):
         needed: dict[tuple[int, int], None] = {}
         for tensor in lent:
             first, last = tensor.placed.offset, tensor.placed.offset + tensor.placed.spec.num_elements
@@ -99,11 +107,22 @@ def _shapes(
         shapes.append(
             StageShape(
                 chunks=tuple(piece.chunk for piece in own),
-                has_frozen=bool(layout.frozen_bytes),
+                has_frozen=bool(fixed.stored_bytes),
+                widens=fixed.widens,
                 borrowed=tuple(needed),
             )
         )
     return tuple(shapes)
+
+
+def check_model(directory: Path, model: StagedModel, layouts: Sequence[StageLayout]) -> None:
+    """Raise StoreRefusedError if the store with ``layouts`` does not hold exactly the tensors of ``model``."""
+    expected = [sorted(map(repr, stage.tensors)) for stage in model.stages]
+    stored = [sorted(repr(placed.spec) for placed in (*layout.trainable, *layout.frozen)) for layout in layouts]
+    if expected != stored:
+        raise StoreRefusedError(
+            f"{directory}: the store holds another model; give its own --model, another --store, or --fresh"
+        )
 
 
 def check_slots(directory: Path, num_slots: int, config: TrainerConfig) -> None:
@@ -125,11 +144,18 @@ def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_EL
 
 
 def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
-    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small."""
+    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small, and ModelError if
+    nothing is trainable."""
+    first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
-    owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in layout.trainable}
+    fixed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.frozen}
+    owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in (*layout.trainable, *layout.frozen)}
     borrowed = tuple(
-        lay_out_borrowed(layout, [(owner_of[name], placed[name]) for name in stage.borrowed])
+        lay_out_borrowed(layout, [(owner_of[name], placed[name]) for name in stage.borrowed if name in placed])
+        for stage, layout in zip(model.stages, layouts, strict=True)
+    )
+    frozen = tuple(
+        lay_out_frozen(layout, [(owner_of[name], fixed[name]) for name in stage.borrowed if name in fixed])
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
@@ -142,30 +168,33 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
     # follow from what each micro-batch is given, every one has its own.
     num_contexts = 1 + (config.num_micro_batches if config.extra_inputs else 1)
-    largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in placed.values()), default=0)
+    weights = [*placed.values(), *(tensor for tensor in fixed.values() if tensor.spec.frozen_weight)]
+    largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in weights), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
     largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
     demand = Demand(
         stages=tuple(
             StageBytes(
                 name=layout.name,
-                weights=weight_bytes(layout, lent),
+                weights=weight_bytes(layout, lent, kept),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
                 workspace=space + in_heap // HEAP_WASTE + packing,
             )
-            for layout, lent, space, in_heap in zip(layouts, borrowed, found.stages, found.in_heap, strict=True)
+            for layout, lent, kept, space, in_heap in zip(
+                layouts, borrowed, frozen, found.stages, found.in_heap, strict=True
+            )
         ),
         loan_bytes=loan_bytes(loans),
         block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
         activation_bytes=round_up(hidden_bytes, PAGE_BYTES),
-        num_boundaries=(len(layouts) - 1) * config.num_micro_batches,
+        num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
         context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
     )
     make = vertical if config.plan == "vertical" else horizontal
-    demand = replace(demand, keepable=_keepable(demand, layouts, borrowed, config))
+    demand = replace(demand, keepable=_keepable(demand, layouts, borrowed, frozen, config))
     max_kept_bytes = math.floor(config.residency * sum(candidate.num_bytes for candidate in demand.keepable))
     division = memory.divide(
         demand,
@@ -173,21 +202,23 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         resident_weights=config.resident_weights,
         max_kept_bytes=max_kept_bytes,
     )
-    shapes = _shapes(layouts, borrowed, division.piece_elements)
+    shapes = _shapes(layouts, borrowed, frozen, division.piece_elements)
     delayed_from = tuple(
         _first_delayed(shape, config.delay_in_force, kept if config.speculates else frozenset())
         for shape, kept in zip(shapes, division.kept.weights, strict=True)
     )
     # Fewer micro-batches have fewer boundaries: if the largest step spills nothing, no step does.
     buffers = division.buffers(delayed_from, speculative=config.speculates)
+    all_boundaries = (len(layouts) - 1) * config.num_micro_batches
     largest = make(shapes, config.num_micro_batches, buffers, cold=True)
     return Setup(
         layouts=tuple(layouts),
         borrowed=borrowed,
+        frozen=frozen,
         loans=loans,
         memory=division,
         hidden_shape=found.hidden_shape,
-        scratch_activation_bytes=demand.num_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
+        scratch_activation_bytes=all_boundaries * demand.activation_bytes if largest.scratch_activations else 0,
         scratch_gradient_bytes=sum(stage.gradients for stage in demand.stages) if largest.scratch_gradients else 0,
         stash_bytes=sum(stage.gradients for stage in demand.stages) if largest.stashed_gradients else 0,
         delayed_from=delayed_from,
@@ -196,12 +227,25 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     )
 
 
+def _most_boundaries(num_stages: int, first: int, num_micro_batches: int) -> int:
+    """Boundary activations that exist at once: the inputs of all stages with a backward, which begin at ``first``.
+
+    Below it each goes when the next stage has used it, and the last stage's output is no boundary.
+    """
+    passing = num_micro_batches + 1 if first > 1 else 0
+    return max((num_stages - max(first, 1)) * num_micro_batches, passing)
+
+
 def _keepable(
-    demand: Demand, layouts: Sequence[StageLayout], borrowed: Sequence[Sequence[Borrowed]], config: TrainerConfig
+    demand: Demand,
+    layouts: Sequence[StageLayout],
+    borrowed: Sequence[Sequence[Borrowed]],
+    frozen: Sequence[FrozenLayout],
+    config: TrainerConfig,
 ) -> tuple[Candidate, ...]:
     """What a run could keep from step to step, by what a steady step reads if nothing is kept."""
     least = memory.smallest(demand)
-    shapes = _shapes(layouts, borrowed, least.piece_elements)
+    shapes = _shapes(layouts, borrowed, frozen, least.piece_elements)
     delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
     delays = any(first < shape.num_pieces for first, shape in zip(delayed_from, shapes, strict=True))
     # In layer-major order loads do not depend on the number of micro-batches; then the fewest make the shortest plan.
@@ -215,7 +259,7 @@ def _keepable(
         plan,
         shapes,
         [layout.used_elements() for layout in layouts],
-        [layout.frozen_bytes for layout in layouts],
+        [fixed.stored_bytes for fixed in frozen],
     )
 
 

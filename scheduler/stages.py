@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
 from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
-from hoist.tiers.layout import DTYPE_BYTES, TensorSpec
+from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class Stage:
                 self._cache[key] = weight.wrap(value, trainable=weight.spec.trainable)
             self._bound[name] = self._cache[key]
             weight.put(self._bound[name])
+
+    @property
+    def is_bound(self) -> bool:
+        """The stage can compute now: its weights are there, or it has none."""
+        return bool(self._bound) or not (self._owned or self._borrowed)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The Parameters bound now, owned and borrowed, by canonical name; the trainable ones require a gradient."""
@@ -333,6 +339,35 @@ class StagedModel:
         """
         return self._by_name[self.aliases.get(name, name)]
 
+    @property
+    def first_trained(self) -> int:
+        """Index of the first stage that owns trainable tensors: the backward ends there.
+
+        Raises:
+            ModelError: no tensor is trainable.
+        """
+        for stage in self.stages:
+            if any(spec.trainable for spec in stage.tensors):
+                return stage.index
+        raise ModelError(f"{type(self.model).__name__}: nothing is trainable: every parameter is frozen")
+
+    def keep_frozen_as(self, dtypes: Mapping[str, str]) -> None:
+        """Have a store keep frozen weights in the dtypes given by name, bfloat16 or float16; others stay as they are.
+
+        For weights that come from a checkpoint of that dtype: float32 has the same numbers, and is computed with.
+
+        Raises:
+            KeyError: the model has no tensor of that name.
+            ValueError: it is not a frozen weight, or a dtype is neither of the two.
+        """
+        for name, dtype in dtypes.items():
+            stage, spec = self.tensor(name)
+            if not spec.frozen_weight or dtype not in NARROW_DTYPES:
+                raise ValueError(f"{name}: cannot be kept as {dtype}; frozen weights can, as bfloat16 or float16")
+            kept = replace(spec, dtype=dtype)
+            stage._owned[spec.name].spec = kept
+            self._by_name[spec.name] = (stage, kept)
+
 
 def split(model: PreTrainedModel) -> StagedModel:
     """Cut ``model`` (see ``build_model``) into stages; whatever values its weights had are dropped.
@@ -365,7 +400,7 @@ def split(model: PreTrainedModel) -> StagedModel:
         names = [place.name for place in places]
         name = next((name for name in names if name not in tied_targets), names[0])
         aliases |= {other: name for other in names if other != name}
-        weight = _weight(model, name, places)
+        weight = make_weight(model, name, places)
         owner, *others = sorted(users) or [head_index]
         stages[owner]._owned[name] = weight
         for other in others:
@@ -376,13 +411,17 @@ def split(model: PreTrainedModel) -> StagedModel:
     return StagedModel(model, tuple(stages), aliases)
 
 
-def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
+def make_weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
+    """What a stage keeps of the tensor at ``places``. Raises ModelError for a dtype that stores do not hold."""
     tensor = places[0].get()
     trainable = tensor.requires_grad
+    frozen_weight = places[0].is_parameter and not trainable and tensor.is_floating_point()
     dtype = "float32" if trainable else str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{type(model).__name__}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
-    spec = TensorSpec(name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype)
+    spec = TensorSpec(
+        name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype, frozen_weight=frozen_weight
+    )
     return _Weight(name, places, spec, tensor.dtype)
 
 

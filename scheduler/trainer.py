@@ -15,20 +15,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
-from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
+from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
+from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.runtime import Runtime
-from hoist.scheduler.setup import Setup, check_slots, prepare
+from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import Batch, StepState
 from hoist.tiers import heap
@@ -180,6 +181,16 @@ class _Position:
     run: Mapping[str, Any]
 
 
+#: What people look for in a trainer, and where it is.
+_ELSEWHERE: Mapping[str, str] = {
+    "backward": "step() runs the forward, the backward and the update of its micro-batches",
+    "zero_grad": "every step() begins without gradients",
+    "parameters": "weights are in the store: commit(), then hoist.read_tensor",
+    "state_dict": "weights are in the store: commit(), then hoist.read_tensor or hoist.export_store",
+    "save": "the store is the checkpoint: commit()",
+}
+
+
 class Trainer:
     """Trains a staged model whose states live in a store. Close it when done; use it as a context manager.
 
@@ -206,20 +217,17 @@ class Trainer:
         changed then.
         """
         heap.settle()
-        expected = [stage.tensors for stage in model.stages]
-        stored = [_specs_in(layout.trainable, layout.frozen) for layout in store.layouts]
-        if [sorted(map(repr, specs)) for specs in expected] != [sorted(map(repr, specs)) for specs in stored]:
-            raise StoreRefusedError(
-                f"{store.directory}: the store holds another model; give its own --model, another --store, or --fresh"
-            )
+        check_model(store.directory, model, store.layouts)
         if store.record is None:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
         check_slots(store.directory, store.num_slots, config)
         self.config = config
         #: What a micro-batch may hold: what the model's forward takes by name.
         self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
-        #: Token ids that the model has an embedding for.
-        self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        #: Token ids that the model has an embedding for; modules say themselves what they take.
+        self._vocab_size = (
+            0 if isinstance(model, ModuleModel) else int(model.config.get_text_config(decoder=True).vocab_size)
+        )
         self._model = model
         self._store = store
         self._engine = engine
@@ -279,6 +287,13 @@ class Trainer:
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
 
+    if not TYPE_CHECKING:  # a type checker shall know what is not there
+
+        def __getattr__(self, name):
+            """Say where what is not here is."""
+            where = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise MisuseError(f"a Trainer has no {name!r}{where}")
+
     @property
     def step_number(self) -> int:
         """Steps done so far, those of earlier runs of the store included."""
@@ -324,13 +339,18 @@ class Trainer:
             raise ConfigError("step_times: needs a full step without a delay, after the first")
         return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
 
-    def step(self, micro_batches: Sequence[Batch], *, run: RunRecord | None = None) -> StepMetrics:
+    def step(
+        self, micro_batches: Sequence[Batch], *, lr: float | None = None, run: RunRecord | None = None
+    ) -> StepMetrics:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
 
         A micro-batch is a mapping with ``input_ids`` and ``labels``, int64 [B, S], and optionally ``attention_mask``
         or ``position_ids`` [B, S], for whose masks the budget has room if the configuration's ``extra_inputs`` name
         them; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
         mean over all counted labels of the step, however they fall into micro-batches.
+
+        ``lr`` is the learning rate of this step's updates, instead of the schedule's; the schedule then does not end
+        the run either. Modules (:func:`stage_modules`) take ``inputs`` and ``targets`` instead of ids and labels.
 
         ``run`` is JSON that a commit keeps with this step (data position and the like), or makes it of the step's
         metrics; :attr:`Store.record` returns it.
@@ -345,12 +365,15 @@ class Trainer:
             started = time.perf_counter()
             num_items = self._check(micro_batches)
             step = self._position.step + 1
-            if step > self.config.schedule.num_steps:
+            if lr is not None and not (math.isfinite(lr) and lr >= 0.0):
+                raise ConfigError(f"lr: {lr!r} is not a finite number of at least 0")
+            if lr is None and step > self.config.schedule.num_steps:
                 raise ConfigError(
                     f"step: the schedule's step must be 1 to {self.config.schedule.num_steps}, got {step}; a longer "
                     "run needs a schedule with more num_steps"
                 )
-            return self._step(step, micro_batches, num_items, started, run)
+            lr = self.config.schedule.at(step) if lr is None else float(lr)
+            return self._step(step, micro_batches, num_items, lr, started, run)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> EvalMetrics:
         """The loss of 1 to ``num_micro_batches`` micro-batches under the weights after the last step.
@@ -395,7 +418,7 @@ class Trainer:
             return EvalMetrics(
                 loss=float(torch.stack(state.losses).sum()),
                 counted=num_items,
-                tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
+                tokens=sum(map(self._num_tokens, micro_batches)),
                 seconds=time.perf_counter() - started,
                 nvme_read_bytes=now.read_bytes - moved.read_bytes,
                 nvme_written_bytes=now.written_bytes - moved.written_bytes,
@@ -415,13 +438,19 @@ class Trainer:
             self._entered.release()
 
     def _step(
-        self, step: int, micro_batches: Sequence[Batch], num_items: int, started: float, run: RunRecord | None
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        num_items: int,
+        lr: float,
+        started: float,
+        run: RunRecord | None,
     ) -> StepMetrics:
         state = StepState(
             step=step,
             batches=[_usable(batch) for batch in micro_batches],
             num_items=num_items,
-            lr=self.config.schedule.at(step),
+            lr=lr,
             commit_due=self._commit_is_due(step),
         )
         self._runtime.begin(state)
@@ -511,6 +540,8 @@ class Trainer:
                 f"micro_batches: {len(micro_batches)} given, "
                 f"1 to {config.num_micro_batches} (num_micro_batches) allowed"
             )
+        if isinstance(self._model, ModuleModel):
+            return self._model.check(micro_batches, config)
         num_items = 0
         for index, batch in enumerate(micro_batches):
             missing = {"input_ids", "labels"} - batch.keys()
@@ -554,6 +585,10 @@ class Trainer:
                 f"{what} go from {int(ids.min())} to {int(ids.max())}; the model has 0 to {self._vocab_size - 1}"
             )
 
+    def _num_tokens(self, batch: Batch) -> int:
+        model = self._model
+        return model.num_tokens(batch) if isinstance(model, ModuleModel) else batch["input_ids"].numel()
+
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
         key = num_micro_batches, self._pending
         kept = self._plans.get(key)
@@ -595,7 +630,7 @@ class Trainer:
         if setup.scratch_activation_bytes:
             path = self._store.scratch_file("activations", setup.scratch_activation_bytes)
             size = setup.memory.demand.activation_bytes
-            for boundary in range(setup.memory.demand.num_boundaries):
+            for boundary in range((len(setup.layouts) - 1) * self.config.num_micro_batches):
                 key = divmod(boundary, self.config.num_micro_batches)
                 self._runtime.scratch_activations[key] = (path, boundary * size)
         if setup.scratch_gradient_bytes:
@@ -633,7 +668,7 @@ class Trainer:
             clip_scale=0.0 if state.skipped else state.scale,
             skipped_steps=self._counters.skipped_steps,
             lr=state.lr,
-            tokens=sum(batch["input_ids"].numel() for batch in state.batches),
+            tokens=sum(map(self._num_tokens, state.batches)),
             seconds=stopped - started,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
@@ -656,8 +691,4 @@ def _stored_bytes(store: Store) -> int:
 def _usable(batch: Batch) -> Batch:
     """The batch with tensors that autograd accepts: those made in inference mode are copied."""
     return {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in batch.items()}
-
-
-def _specs_in(*groups: Sequence[Any]) -> list[Any]:
-    return [placed.spec for group in groups for placed in group]
 

@@ -91,6 +91,8 @@ class Updates:
             ]
             for stage, stage_pieces in enumerate(pieces)
         ]
+        #: Stages with trainable tensors: each has a norm.
+        self._num_trained = sum(bool(stage_pieces) for stage_pieces in pieces)
         #: Number of each kept chunk in the residency table.
         self._kept_buffers = {key: number for number, key in enumerate(places.kept)}
         #: Where the gradients of delayed pieces wait: path and byte offset of the stage's first element.
@@ -202,9 +204,7 @@ class Updates:
                 self.adam_steps[name] += 1
                 state.counted[name] = self.adam_steps[name]
         state.square_sums[op.stage] = total
-        if not self.pieces[op.stage]:
-            self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
-        if len(state.square_sums) == len(self.pieces):
+        if len(state.square_sums) == self._num_trained:
             self._conclude(state)
 
     def _take_loans(self, stage: int, state: StepState) -> None:

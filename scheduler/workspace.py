@@ -27,7 +27,8 @@ from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss, Part
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel
+from hoist.scheduler.module_stages import MiddleModule, ModuleModel
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor
 
     Raises ConfigError if the model's forward takes no such input.
     """
+    if isinstance(model, ModuleModel):
+        return model.largest_batch(config)
     shape = (config.micro_batch_size, config.seq_len)
     batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
     known = inspect.signature(model.model.forward).parameters
@@ -142,15 +145,21 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
         embed.unbind(forget=True)
     hidden_bytes = hidden.numel() * _FLOAT_BYTES
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
-    found = [_Peaks(live + 4 * hidden_bytes, live + 4 * hidden_bytes)]
+    first = model.first_trained
+    behind = 4 * hidden_bytes if first == 0 else 0
+    found = [_Peaks(live + behind, live + behind)]
+    if isinstance(model, ModuleModel):  # the first one may be anything
+        found = [_measure_stage(model, embed, hidden, batch, context, 0 if first == 0 else -1)]
     known: dict[object, _Peaks] = {}
     for stage in model.stages[1:]:
-        key = _signature(stage, context)
+        # Below what is trained there is no backward, and the first that is trained hands no gradient down.
+        passes = (stage.index > first) - (stage.index < first)
+        key = (passes, _signature(stage, context))
         if key not in known:
             known[key] = (
-                _measure_head(model, hidden, batch, context, loss_slice_tokens)
+                _measure_head(model, hidden, batch, context, loss_slice_tokens, passes)
                 if isinstance(stage, HeadStage)
-                else _measure_stage(model, stage, hidden, batch, context)
+                else _measure_stage(model, stage, hidden, batch, context, passes)
             )
         found.append(known[key])
     return Workspaces(
@@ -167,12 +176,14 @@ def _names(stage: Stage) -> list[str]:
 
 def _absent_like(model: StagedModel, name: str) -> Tensor:
     _, spec = model.tensor(name)
-    scalar = torch.zeros((), dtype=getattr(torch, spec.dtype))
+    scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype))
     return scalar.expand(spec.shape)
 
 
 def _signature(stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
+    if isinstance(stage, MiddleModule):
+        return stage.index  # modules with the same weights may still do other things with them
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
@@ -191,15 +202,16 @@ def _measure_head(
     batch: Mapping[str, Tensor],
     context: Context,
     loss_slice_tokens: int,
+    passes: int,
 ) -> _Peaks:
     """Of the head with its loss: the largest slice's, as no two exist at once, and the shifted labels of all."""
     cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(hidden)
     if len(cut) == 1:
-        if not model.head.token_wise_width:
+        if not model.head.token_wise_width and not isinstance(model, ModuleModel):
             _tell_of_whole_logits(model, hidden)
-        return _measure_stage(model, model.head, hidden, batch, context)
+        return _measure_stage(model, model.head, hidden, batch, context, passes)
     largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())
-    peaks = _measure_stage(model, model.head, hidden, batch, context, largest)
+    peaks = _measure_stage(model, model.head, hidden, batch, context, passes, largest)
     labels_bytes = 2 * batch["labels"].nbytes
     return _Peaks(peaks.all_bytes + labels_bytes, peaks.heap_bytes + labels_bytes)
 
@@ -222,17 +234,20 @@ def _measure_stage(
     hidden: Tensor,
     batch: Mapping[str, Tensor],
     context: Context,
+    passes: int,
     part: Part | None = None,
 ) -> _Peaks:
+    """``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward."""
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
-        return _run_stage(model, stage, hidden, batch, context, FakeTensorMode(allow_non_fake_inputs=True), part)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        return _run_stage(model, stage, hidden, batch, context, passes, fake, part)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, hidden, batch, context, None, part)
+        return _run_stage(model, stage, hidden, batch, context, passes, None, part)
     finally:
         torch_logger.setLevel(level)
 
@@ -243,10 +258,14 @@ def _run_stage(
     hidden: Tensor,
     batch: Mapping[str, Tensor],
     context: Context,
+    passes: int,
     mode: FakeTensorMode | None,
     part: Part | None,
 ) -> _Peaks:
-    """Peak bytes of one forward and backward; without ``mode`` it is run for real, on zeros. ``part``: only of that."""
+    """Peak bytes of one forward and backward, if it has one; without ``mode`` it is run for real, on zeros.
+
+    ``part``: only of that part of the micro-batch.
+    """
     if part is not None:
         hidden, batch = part.of(hidden), {name: part.of(batch[name]) for name in ("input_ids", "labels")}
 
@@ -254,19 +273,19 @@ def _run_stage(
         return tensor if mode is None else mode.from_tensor(tensor)
 
     with mode or nullcontext():
-        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=True)
+        source = torch.zeros(hidden.shape, dtype=hidden.dtype, requires_grad=passes > 0)
         output_gradient = torch.zeros(hidden.shape, dtype=hidden.dtype)
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
         fake_context = Context(tensors=tuple(given(tensor) for tensor in context.tensors), calls=context.calls)
         values = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
             for spec in (model.tensor(name)[1] for name in _names(stage))
         }
     stage.bind(values)
     try:
         targets: dict[Tensor, Target] = {}
         with mode or nullcontext():
-            block = torch.empty(max(block_elements(value.shape) for value in values.values()))
+            block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
             for parameter in stage.parameters().values():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -280,11 +299,18 @@ def _run_stage(
                         loss = stage.forward(source, fake_batch, fake_context, 1)
                     else:
                         loss = stage.slice_loss(source, fake_batch["input_ids"], fake_batch["labels"], 1)
-                loss.backward()
+                if loss.requires_grad:
+                    loss.backward()
             elif isinstance(stage, LayerStage):
-                with direct:
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
                     output = stage.forward(source, fake_context)
-                torch.autograd.backward(output, output_gradient)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
+            elif isinstance(stage, EmbedStage):
+                with direct, nullcontext() if passes >= 0 else torch.no_grad():
+                    output, _ = stage.forward(fake_batch)
+                if output.requires_grad:
+                    torch.autograd.backward(output, output_gradient)
             else:
                 raise TypeError(f"{stage.name}: a {type(stage).__name__} cannot be measured alone")
     finally:

@@ -1,6 +1,7 @@
 """README.md and docs/ are true: every command that they show runs here or is what CI runs, links lead somewhere.
 
-A fenced block marked `sh` or `python` is run, those of one page in order, in a copy of the checkout. A comment before
+A fenced block marked `sh` or `python` is run, those of one page in order, in a copy of the checkout; python blocks that
+follow each other in one process, each with names of its own. A comment before
 a block can ask for less: `<!-- tests: append --steps 2 -->` shortens its `hoist train` lines, `<!-- tests: append to
 bench_step: --rounds 1 -->` those that run that tool's module, and `<!-- tests: parse: REASON -->` only checks that the
 commands and their options exist. Other blocks are output, diagrams and formulas.
@@ -14,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,20 @@ def _blocks(page: Path) -> list[Block]:
         )
         for found in _BLOCK.finditer(text)
     ]
+
+
+def _together(blocks: list[Block]) -> list[Block]:
+    """The blocks, with python blocks that follow each other as one: imports take longer than most examples."""
+    joined: list[Block] = []
+    for block in blocks:
+        body = block.body
+        if block.language == "python":
+            body = f"exec(compile({body!r}, 'line {block.line}', 'exec'), {{'__name__': '__main__'}})\n"
+        if joined and block.language == joined[-1].language == "python":
+            joined[-1] = replace(joined[-1], body=joined[-1].body + body)
+        else:
+            joined.append(replace(block, body=body))
+    return joined
 
 
 def _hoist_commands(script: str) -> list[list[str]]:
@@ -108,7 +123,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         return
     checkout = copy_checkout(tmp_path / "checkout")
     scripts = checkout / ".venv" / "bin"
-    for block in wanted:
+    for block in _together(wanted):
         script = block.body
         if "tools/venv.sh" in script:
             continue  # it is run by test_the_main_job

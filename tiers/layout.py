@@ -29,6 +29,8 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
+#: What a frozen weight may be kept in: float32 holds each of their numbers.
+NARROW_DTYPES = frozenset({"bfloat16", "float16"})
 
 
 def round_up(value: int, quantum: int) -> int:
@@ -48,12 +50,17 @@ class TensorSpec:
     """Has a gradient, moments and more than one slot. False for frozen parameters and persistent buffers."""
     dtype: str = "float32"
     """torch's name of the dtype. Trainable tensors are float32 in the store, whatever the checkpoint held."""
+    frozen_weight: bool = False
+    """A weight that is not trained: computed with as float32 even if it is kept in 16 bits. False for buffers, whose
+    dtype is the model's."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if self.trainable and self.dtype != "float32":
             raise ValueError(f"tensor {self.name!r}: trainable tensors are kept as float32, got {self.dtype!r}")
+        if self.trainable and self.frozen_weight:
+            raise ValueError(f"tensor {self.name!r}: a weight is either trained or frozen")
 
     @property
     def num_elements(self) -> int:
@@ -64,6 +71,21 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes in its own dtype."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_weight(self) -> bool:
+        """A parameter, trained or not, and no buffer."""
+        return self.trainable or self.frozen_weight
+
+    @property
+    def compute_dtype(self) -> str:
+        """torch's name of the dtype that the model computes with."""
+        return "float32" if self.frozen_weight and self.dtype in NARROW_DTYPES else self.dtype
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes in that dtype."""
+        return self.num_elements * DTYPE_BYTES[self.compute_dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,13 +215,14 @@ class StageLayout:
 
         def entry(placed: PlacedTensor) -> dict[str, Any]:
             spec = placed.spec
-            return {
+            described: dict[str, Any] = {
                 "name": spec.name,
                 "shape": list(spec.shape),
                 "dtype": spec.dtype,
                 "trainable": spec.trainable,
                 "offset": placed.offset,
             }
+            return {**described, "frozen_weight": True} if spec.frozen_weight else described
 
         return {
             "index": self.index,
@@ -220,6 +243,7 @@ class StageLayout:
                     shape=tuple(int(side) for side in entry["shape"]),
                     trainable=bool(entry["trainable"]),
                     dtype=str(entry["dtype"]),
+                    frozen_weight=bool(entry.get("frozen_weight", False)),
                 ),
                 offset=int(entry["offset"]),
             )

@@ -247,7 +247,7 @@ class Store:
     @classmethod
     def open(
         cls,
-        directory: Path,
+        directory: Path | str,
         *,
         engine: IoEngine,
         writable: bool = True,
@@ -268,7 +268,7 @@ class Store:
         (metadata, COMMIT.json, CRC file) or CorruptChunkError (a chunk missing, of the wrong size, or, with "crc",
         failing its checksum). The store is unchanged then.
         """
-        directory = directory.absolute()
+        directory = Path(directory).absolute()
         if not (directory / store_format.COMMIT_NAME).is_file():
             raise StoreRefusedError(opening.why_no_commit(directory))
         if writable:

@@ -125,6 +125,21 @@ def train(
     attention: Annotated[
         str | None, typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="sdpa (default) or eager.")
     ] = None,
+    train: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", rich_help_panel=_WHAT,
+            help="Train only the parameters whose names match, like 'lm_head.*' or '*.layers.1[0-9].*'; repeat for "
+            "more. The others are frozen: no moments, no gradients, never written.",
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", rich_help_panel=_WHAT,
+            help="Freeze the parameters whose names match; repeat for more. Wins over --train.",
+        ),
+    ] = None,
     store: Annotated[
         list[str] | None,
         typer.Option(

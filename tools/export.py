@@ -25,14 +25,20 @@ from hoist.tiers.store import Store
 from hoist.tools.checkpoint_names import published
 from hoist.tools.errors import ExportError
 from hoist.tools.export_check import compare
-from hoist.tools.model_files import WeightTypes, copy_model_files, load_config, stored_weight_types
+from hoist.tools.model_files import (
+    WeightTypes,
+    copy_model_files,
+    load_config,
+    refuse_modules,
+    stored_weight_types,
+)
 from hoist.tools.safetensors_writer import MAX_SHARD_BYTES, StreamingWriter
 
 #: Elements that are read at a time, and the writer's buffer: 8 + 8 MiB in all.
 WINDOW_ELEMENTS = 2**20
 STAGING_BYTES = 8 * 2**20
 
-#: What trainable weights can be written as.
+#: What weights can be written as.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,9 +87,9 @@ def export_store(
 ) -> ExportSummary:
     """Write the last commit's weights and the model's small files to the new directory ``target``.
 
-    Names are those that save_pretrained writes; tied tensors are written once. Trainable weights are written as
+    Names are those that save_pretrained writes; tied tensors are written once. Weights, frozen ones too, are written as
     ``dtype``, by default in the types that they were imported in (float32 if they were initialised and the config says
-    nothing); frozen ones and buffers as they are kept. ``verify`` reads everything back before the directory gets its
+    nothing), buffers as they are kept. ``verify`` reads everything back before the directory gets its
     name, compares it with the store bit for bit, and checks that the model of the exported config takes every tensor.
     ``progress`` gets done and total bytes, twice as many with ``verify``.
 
@@ -98,6 +104,7 @@ def export_store(
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
+        refuse_modules(store.directory / MODEL_DIRECTORY)
         types = WeightTypes(main=dtype) if dtype is not None else stored_weight_types(store)
         model = _model_of(store)
         architecture = type(model).__name__
@@ -175,7 +182,7 @@ def _parts(store: Store, model: PreTrainedModel, types: WeightTypes) -> dict[str
                 placed=placed,
                 start=start,
                 shape=shape,
-                dtype=DTYPES[types.of(written)] if placed.spec.trainable else kept,
+                dtype=DTYPES[types.of(written)] if placed.spec.is_weight else kept,
             )
             start += torch.Size(shape).numel()
     return parts

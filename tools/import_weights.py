@@ -5,7 +5,7 @@ The files are read by `checkpoint.py`; initialisation without a checkpoint is `h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hoist.scheduler.creation import Source, refuse_non_finite
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers.arena import Arena
 from hoist.tiers.io.base import IoEngine
+from hoist.tiers.layout import NARROW_DTYPES, StageLayout
 from hoist.tools.checkpoint import CheckpointReader
 from hoist.tools.checkpoint_names import match_model
 
@@ -27,13 +28,36 @@ def checkpoint_weights(reader: CheckpointReader, model: StagedModel, engine: IoE
     names = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors}
     found = match_model(reader, model.model, names, tuple(model.aliases.items()))
     found.require()
+    places = {name: number for number, name in enumerate(reader.tensors)}
 
     def fill(stage: Stage, values: Mapping[str, Tensor], staging: Tensor) -> None:
-        for name, value in values.items():
-            reader.read_into(found.sources[name], value.view(-1), engine=engine, staging=staging)
-        reader.forget(engine)
+        try:  # as they lie in the files, so that a shard is opened once for a stage
+            for name in sorted(values, key=lambda name: places[found.sources[name][0]]):
+                reader.read_into(found.sources[name], values[name].view(-1), engine=engine, staging=staging)
+        finally:
+            reader.forget(engine)
 
     return fill
+
+
+def checkpoint_dtypes(reader: CheckpointReader, model: StagedModel) -> dict[str, str]:
+    """Frozen weights that the checkpoint has in 16 bits, with their dtype: they need not be kept as float32."""
+    frozen = {spec.name: spec.shape for stage in model.stages for spec in stage.tensors if spec.frozen_weight}
+    if not frozen:
+        return {}
+    found = match_model(reader, model.model, frozen, tuple(model.aliases.items()))
+    dtypes: dict[str, str] = {}
+    for name in frozen:
+        parts = {str(reader.tensors[part].dtype).removeprefix("torch.") for part in found.sources.get(name, ())}
+        if len(parts) == 1 and parts <= NARROW_DTYPES:
+            dtypes[name] = parts.pop()
+    return dtypes
+
+
+def stored_dtypes(layouts: Sequence[StageLayout]) -> dict[str, str]:
+    """Frozen weights that a store keeps in 16 bits, with their dtype."""
+    specs = [placed.spec for layout in layouts for placed in layout.frozen]
+    return {spec.name: spec.dtype for spec in specs if spec.frozen_weight and spec.dtype in NARROW_DTYPES}
 
 
 def check_weights(

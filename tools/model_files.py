@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.errors import StoreFormatError, StoreRefusedError
 from hoist.tiers.store import Store
 from hoist.tools.presets import CONFIG_FILE, ModelSource
 from hoist.tools.safetensors_writer import sync_path
@@ -80,8 +80,19 @@ def save_model_files(source: ModelSource, directory: Path) -> None:
         sync_path(path)
 
 
+def refuse_modules(directory: Path) -> None:
+    """Raise StoreRefusedError if a store's `model/` is not there: then it holds modules, which have no config."""
+    if not directory.exists():
+        raise StoreRefusedError(
+            f"{directory.parent}: the store holds modules, no transformers model; train it from Python, with "
+            "hoist.open_trainer(..., model=hoist.stage_modules(...)), and read it with hoist.read_tensor"
+        )
+
+
 def load_config(directory: Path) -> PreTrainedConfig:
-    """The config kept in a store's `model/`. Raises StoreFormatError if it is missing or unreadable."""
+    """The config kept in a store's `model/`. Raises StoreFormatError if it is missing or unreadable, StoreRefusedError
+    if the store never had one."""
+    refuse_modules(directory)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

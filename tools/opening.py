@@ -15,9 +15,11 @@ from typing import Literal
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.freezing import choose_trained, train_only, trained_names
 from hoist.scheduler.models import build_model
+from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import lay_out_stages, prepare
-from hoist.scheduler.stages import split
+from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import DirectoryState, check_creatable, directory_state
 from hoist.tiers.dealing import measure, measured_bytes
@@ -28,8 +30,9 @@ from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
-from hoist.tools.import_weights import check_weights, checkpoint_weights
-from hoist.tools.model_files import config_difference, load_config, save_model_files, weight_types
+from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
+from hoist.tools.model_files import config_difference, load_config, refuse_modules, save_model_files, weight_types
+from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
 
 
@@ -38,21 +41,25 @@ def open_trainer(
     store: str | Path | Sequence[str | Path],
     *,
     config: TrainerConfig,
-    model: str | Path | None = None,
+    model: str | Path | ModuleModel | None = None,
     attention: Literal["sdpa", "eager"] = "sdpa",
     dropout: float | None = None,
+    train: Sequence[str] = (),
+    freeze: Sequence[str] = (),
     io: str = "auto",
     fresh: bool = False,
     verify: Literal["resume", "always", "never"] = "resume",
 ) -> Iterator[Trainer]:
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
-    ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store. A directory
+    ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store; or a list of
+    modules (:func:`stage_modules`), which must be given each time. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
-    every dropout probability. ``fresh`` starts over in an existing store. ``verify``: compare every checksum before a
-    store is resumed, ``always`` also those of what is read for updates, ``never`` only sizes. Several directories, the
-    main one first and one on each further drive, make a new store that is spread over them; an existing store needs its
-    main one only.
+    every dropout probability. ``train`` and ``freeze`` are patterns over parameter names, for a new store: the first
+    name all that is trained (none: everything is), the second what is not; a resumed store has its own. ``fresh``
+    starts over in an existing store. ``verify``: compare every checksum before a store is resumed, ``always`` also
+    those of what is read for updates, ``never`` only sizes. Several directories, the main one first and one on each
+    further drive, make a new store that is spread over them; an existing store needs its main one only.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
@@ -68,6 +75,14 @@ def open_trainer(
     resume = present and not fresh
     if resume and further:
         follow(directory, further)
+    if isinstance(model, ModuleModel):
+        with open_module_trainer(
+            directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify
+        ) as trainer:
+            yield trainer
+        return
+    if resume:
+        refuse_modules(directory / MODEL_DIRECTORY)
     if model is None and not resume:
         raise ConfigError(f"model: nothing given, and {directory} holds no store to resume; name a directory or preset")
     source = load_model_source(str(directory / MODEL_DIRECTORY if model is None else model))
@@ -78,7 +93,14 @@ def open_trainer(
                 f"{directory}: the store holds another model than {source.name}: {difference}; leave model out to go "
                 "on with the store's own, name another store, or set fresh"
             )
-    staged = split(build_model(source.config, attention=attention, dropout=dropout))
+    built = build_model(source.config, attention=attention, dropout=dropout)
+    choose_trained(built, train=train, freeze=freeze)
+    told = trained_names(built) if train or freeze else None
+    staged: StagedModel | None = None
+    if not resume:
+        staged = split(built)
+        if source.checkpoint is not None:
+            staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
     baseline_bytes = warm_up()
     with ExitStack() as cleanup:
         engine = cleanup.enter_context(choose_engine(io))
@@ -86,8 +108,18 @@ def open_trainer(
             opened = cleanup.enter_context(
                 Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
             )
+            names = {placed.spec.name for layout in opened.layouts for placed in layout.trainable}
+            train_only(built, names)
+            if told not in (None, trained_names(built)):
+                raise ConfigError(
+                    f"train, freeze: {directory} was made to train other parameters, and what was frozen has no "
+                    "moments to go on with; leave both out, or export the store and train the export in another"
+                )
+            staged = split(built)
+            staged.keep_frozen_as(stored_dtypes(opened.layouts))
             setup = prepare(staged, opened.layouts, config)
         else:
+            assert staged is not None
             setup = prepare(staged, lay_out_stages(staged), config)
             checkpoint = source.checkpoint
             check_creatable(directory, fresh=fresh)

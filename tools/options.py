@@ -84,6 +84,8 @@ WITHOUT_EFFECT = frozenset(
 )
 #: What differs in these, others tell: the model's configuration, the data's content.
 TOLD_ELSEWHERE = frozenset({"model", "data", "validation_data", "validation_split"})
+#: What a store is made for: which tensors have moments. A resume cannot change it.
+FIXED = ("train", "freeze")
 _MAX_SEED = 2**63 - 1
 
 
@@ -98,6 +100,10 @@ class TrainOptions:
     """A Hugging Face directory or a preset."""
     data: tuple[str, ...] = ()
     """Text, records, token files, folders; empty: the standard library's sources, if the model is ``tiny``."""
+    train: tuple[str, ...] = ()
+    """Patterns over parameter names: these alone are trained. Empty: all are."""
+    freeze: tuple[str, ...] = ()
+    """Patterns over parameter names that are not trained, whatever ``train`` says."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"
@@ -286,6 +292,13 @@ class TrainOptions:
         }
         given = {name: getattr(self, name) for name in self.given | {"store"}}
         now = type(self)(**{**before, **given}, given=self.given)
+        for name in FIXED if remembered else ():
+            if getattr(now, name) != before.get(name, ()):
+                raise ConfigError(
+                    f"{flag(name)}: {_shown(getattr(now, name))} is not what the store was made with "
+                    f"({_shown(before.get(name, ())) or 'without it'}), and what was frozen has no moments to go on "
+                    "with: leave the option out, or export the store and train the export, with another --store"
+                )
         changed = tuple(
             f"{flag(name)} {_shown(getattr(now, name))} (was {_shown(value)})"
             for name, value in before.items()
@@ -363,7 +376,7 @@ def _from_text(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, (list, tuple)) else value
     kind = _kind(hint)
-    if name == "store":
+    if name in ("store", "train", "freeze"):
         return (value,)
     if name == "betas":
         return _parse_betas(value)
@@ -439,7 +452,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name in ("data", "store", "validation_data") and isinstance(value, str):
+    if name in ("data", "store", "validation_data", "train", "freeze") and isinstance(value, str):
         return (value,)
     if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

@@ -87,6 +87,9 @@ class RunStart:
     """Steps of the whole run."""
     setup: Setup
     num_parameters: int
+    """Those that are trained."""
+    num_frozen: int
+    """Those that are not."""
     num_tokens: int
     """Tokens of the data; 0 if none are needed."""
     text_as: str | None

@@ -76,10 +76,14 @@ class Display:
         """What is about to run: model, data, store, and how the budget is divided."""
         self._stop_bar()
         states = STATE_BYTES * start.num_parameters
+        frozen = ""
+        if start.num_frozen:
+            frozen_bytes = sum(layout.frozen_bytes for layout in start.setup.layouts)
+            frozen = f"; {start.num_frozen:,} more are frozen, {show_bytes(frozen_bytes)}"
         self._field(
             "model",
             f"{start.model}: {start.num_parameters:,} parameters in {len(start.setup.layouts)} stages; "
-            f"weights and Adam moments are {show_bytes(states)}",
+            f"weights and Adam moments are {show_bytes(states)}{frozen}",
         )
         epoch = start.num_windows / start.windows_per_step
         text_as = "" if start.text_as is None else f"; its text is read as {start.text_as}"

@@ -21,6 +21,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
+from hoist.scheduler.freezing import choose_trained
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
@@ -42,7 +43,7 @@ from hoist.tools import data as token_data
 from hoist.tools.drives import follow, shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
-from hoist.tools.import_weights import check_weights, checkpoint_weights
+from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
 from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
@@ -149,7 +150,7 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
-        model = _staged(options, source)
+        model = _staged(options, source, layouts)
         if options.isolate_documents:
             _check_isolation(options, model)
         stop.check()
@@ -244,12 +245,21 @@ def _check_positions(options: TrainOptions, source: ModelSource) -> None:
         )
 
 
-def _staged(options: TrainOptions, source: ModelSource) -> StagedModel:
+def _staged(options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]) -> StagedModel:
+    """The model in stages; frozen weights are kept as they are in the store (``layouts``), or in the checkpoint."""
     try:
-        return split(build_model(source.config, attention=options.attention, dropout=options.dropout))
+        model = build_model(source.config, attention=options.attention, dropout=options.dropout)
+        choose_trained(model, train=options.train, freeze=options.freeze)
+        staged = split(model)
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
         raise ModelError(f"--model {options.model}: {error}{advice}") from error
+    if layouts:
+        dtypes = stored_dtypes(layouts)
+    else:
+        dtypes = {} if source.checkpoint is None else checkpoint_dtypes(source.checkpoint, staged)
+    staged.keep_frozen_as(dtypes)
+    return staged
 
 
 def _check_isolation(options: TrainOptions, model: StagedModel) -> None:
@@ -683,6 +693,9 @@ def _start(
         steps=options.steps,
         setup=run.setup,
         num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
+        num_frozen=sum(
+            placed.spec.num_elements for layout in run.layouts for placed in layout.frozen if placed.spec.frozen_weight
+        ),
         num_tokens=rows.source.num_tokens,
         text_as=_text_as(run, rows),
         num_windows=data.held_out.num_training,

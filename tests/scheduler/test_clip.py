@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from hoist.optim.norm import SquareSum, clip_scale
+from hoist.optim.norm import clip_scale
 from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.creation import create_store
@@ -43,6 +43,7 @@ from tests.support.training import (
     layouts_of,
     make_steps,
     read_states,
+    scale_by_exact_norm,
     set_up,
     staged_model,
     torch_threads,
@@ -72,16 +73,6 @@ def recipe_of(clip_norm: float, *, branch: bool = False, spoilt: dict[int, float
 
 
 # ---------------------------------------------------------------------- references
-
-
-def scale_by_exact_norm(clip_norm: float, scales: list[float], model: PreTrainedModel) -> None:
-    """torch's clip_grad_norm_ with the norm that hoist's definition gives, in place."""
-    square_sum = SquareSum()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    scale = clip_scale(math.sqrt(math.fsum(square_sum.square_sum(each) for each in gradients)), clip_norm)
-    scales.append(scale)
-    for gradient in gradients:
-        gradient.mul_(scale)
 
 
 def by_torch(clip_norm: float, norms: list[float], model: PreTrainedModel) -> None:

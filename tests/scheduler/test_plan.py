@@ -89,16 +89,21 @@ def residencies(draw: st.DrawFn, shapes: Sequence[StageShape], delayed_from: tup
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
-    """2 to 6 stages of 0 to 4 pieces in chunks; some borrow pieces of earlier stages."""
+    """2 to 6 stages of 0 to 4 pieces in chunks, at least one of them trained; some borrow pieces of earlier stages."""
     count = draw(st.integers(2, 6))
+    frozen_below = draw(st.integers(0, count - 1))
     shapes: list[StageShape] = []
-    for _ in range(count):
+    for stage in range(count):
         chunks: list[int] = []
-        for chunk in range(draw(st.integers(0, 2))):
+        for chunk in range(draw(st.integers(stage == frozen_below, 2 * (stage >= frozen_below)))):
             chunks += [chunk] * draw(st.integers(1, 3))
         lendable = [(owner, piece) for owner, shape in enumerate(shapes) for piece in range(shape.num_pieces)]
         lent = draw(st.lists(st.sampled_from(lendable), max_size=3, unique=True)) if lendable else []
-        shapes.append(StageShape(chunks=tuple(chunks), has_frozen=draw(st.booleans()), borrowed=tuple(sorted(lent))))
+        has_frozen = draw(st.booleans())
+        widens = has_frozen and draw(st.booleans())
+        shapes.append(
+            StageShape(chunks=tuple(chunks), has_frozen=has_frozen, widens=widens, borrowed=tuple(sorted(lent)))
+        )
     return tuple(shapes)
 
 

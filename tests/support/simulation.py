@@ -61,6 +61,9 @@ class Simulation:
         self.shapes = shapes
         self.buffers = buffers
         self.random = random.Random(seed)
+        #: Stages with something to train: all of them have a norm, and the backward ends at the first.
+        self.trained = frozenset(index for index, shape in enumerate(shapes) if shape.num_pieces)
+        self.first_trained = min(self.trained)
         #: What is where: buffers, files, scratch.
         self.content: dict[Place, object] = {}
         counts = [len(set(shape.chunks)) for shape in shapes]
@@ -282,7 +285,15 @@ class Simulation:
     def _read_frozen(self, op: Op, step: int, flight: InFlight) -> None:
         buffer = self.buffers.weights[op.stage]
         self._see(flight, ("holder", buffer), op.stage)
-        flight.writes[self._frozen_place(op.stage)] = op.stage
+        stored = self.shapes[op.stage].widens and op.stage not in self.buffers.kept_frozen
+        flight.writes[self._frozen_place(op.stage)] = ("stored", op.stage) if stored else op.stage
+
+    def _widen(self, op: Op, step: int, flight: InFlight) -> None:
+        buffer = self.buffers.weights[op.stage]
+        self._see(flight, ("holder", buffer), op.stage)
+        kept = op.stage in self.buffers.kept_frozen
+        self._see(flight, self._frozen_place(op.stage), op.stage if kept else ("stored", op.stage))
+        flight.writes["weights", buffer, "frozen"] = ("widened", op.stage)
 
     def _frozen_place(self, stage: int) -> Place:
         if stage in self.buffers.kept_frozen:
@@ -302,7 +313,9 @@ class Simulation:
         self._see(flight, ("holder", buffer), op.stage)
         for owner, piece in self._parts(op.stage):
             self._see(flight, ("weights", buffer, owner, piece), step)
-        if self.shapes[op.stage].has_frozen:
+        if self.shapes[op.stage].widens:
+            self._see(flight, ("weights", buffer, "frozen"), ("widened", op.stage))
+        elif self.shapes[op.stage].has_frozen:
             self._see(flight, self._frozen_place(op.stage), op.stage)
 
     # ------------------------------------------------------------------ computation
@@ -323,8 +336,15 @@ class Simulation:
         self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
         self._see_weights(op, step, flight)
         self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
-        flight.writes["activation", op.slot] = ("gradient", op.stage - 1, op.micro_batch, step)
+        self._hand_down(op, step, flight)
         self._accumulate(op, step, flight)
+
+    def _hand_down(self, op: Op, step: int, flight: InFlight) -> None:
+        """The gradient of the input takes its place, unless the backward ends here."""
+        if op.ends_input != (op.stage == self.first_trained):
+            raise WrongContentError(f"{op}: what it says of its input's gradient is wrong")
+        if not op.ends_input:
+            flight.writes["activation", op.slot] = ("gradient", op.stage - 1, op.micro_batch, step)
 
     def _backward(self, op: Op, step: int, flight: InFlight) -> None:
         self._see(flight, ("bound", self.buffers.weights[op.stage]), op.stage)
@@ -332,15 +352,16 @@ class Simulation:
         self._see(flight, ("activation", op.output_slot), ("gradient", op.stage, op.micro_batch, step))
         if op.stage:
             self._see(flight, ("activation", op.slot), ("value", op.stage - 1, op.micro_batch, step))
-            flight.writes["activation", op.slot] = ("gradient", op.stage - 1, op.micro_batch, step)
+            self._hand_down(op, step, flight)
         self._accumulate(op, step, flight)
 
     def _accumulate(self, op: Op, step: int, flight: InFlight) -> None:
         """Sums grow in the order 0..M-1; the first replaces what was there."""
-        place = ("gradient", self.buffers.gradients[op.stage])
-        if op.micro_batch:
-            self._see(flight, place, ("sum", op.stage, step, op.micro_batch))
-        flight.writes[place] = ("sum", op.stage, step, op.micro_batch + 1)
+        if self.shapes[op.stage].num_pieces:
+            place = ("gradient", self.buffers.gradients[op.stage])
+            if op.micro_batch:
+                self._see(flight, place, ("sum", op.stage, step, op.micro_batch))
+            flight.writes[place] = ("sum", op.stage, step, op.micro_batch + 1)
         for owner in {owner for owner, _ in self.shapes[op.stage].borrowed}:
             # Sums of different borrowers go into one loan: the order they come in has to be the plan's.
             before = self.content.get(("loan", owner), ())
@@ -376,7 +397,7 @@ class Simulation:
     def _read_states(self, op: Op, step: int, flight: InFlight) -> None:
         before = step - op.delayed
         if op.redo:
-            self._see(flight, ("norm",), (before, frozenset(range(len(self.shapes)))))
+            self._see(flight, ("norm",), (before, self.trained))
         if self._is_idle(op, step):
             return
         find = self.slots.previous_slot if op.redo else self.slots.read_slot
@@ -405,7 +426,7 @@ class Simulation:
                 flight.writes["kept", part, op.stage, op.piece] = made
                 self.dirty.add((op.stage, chunk))
         if op.delayed:  # it may have to be scaled: all gradients of its step must have been measured
-            self._see(flight, ("norm",), (before, frozenset(range(len(self.shapes)))))
+            self._see(flight, ("norm",), (before, self.trained))
         for keeper in op.refresh:
             buffer = self.buffers.weights[keeper]
             self._see(flight, ("holder", buffer), keeper)

@@ -5,6 +5,7 @@ Both start from the same weights and see the same batches. What must be equal is
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.optim.adamw import AdamWHyperparameters, decay_for
+from hoist.optim.norm import SquareSum, clip_scale
 from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
 from hoist.scheduler import memory
@@ -66,6 +68,8 @@ class Recipe:
     alter: Alter | None = None
     before_step: BeforeStep | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
+    frozen_dtype: str | None = None
+    """What a new store keeps frozen weights in; None: as they are. Their values must be such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +262,16 @@ def accumulate_gradients(
     return float(torch.stack(parts).sum())
 
 
+def scale_by_exact_norm(clip_norm: float, scales: list[float], model: PreTrainedModel) -> None:
+    """torch's clip_grad_norm_ with the norm that hoist's definition gives, in place."""
+    square_sum = SquareSum()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    scale = clip_scale(math.sqrt(math.fsum(square_sum.square_sum(each) for each in gradients)), clip_norm)
+    scales.append(scale)
+    for gradient in gradients:
+        gradient.mul_(scale)
+
+
 def _moment(state: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
     return state[key].clone() if state else torch.zeros_like(like)  # no gradient so far: torch has no state yet
 
@@ -307,7 +321,11 @@ def staged_model(config: PreTrainedConfig, recipe: Recipe) -> StagedModel:
     model = build_model(config, attention=recipe.attention)
     if recipe.alter is not None:
         recipe.alter(model)
-    return split(model)
+    staged = split(model)
+    if recipe.frozen_dtype is not None:
+        specs = [spec for stage in staged.stages for spec in stage.tensors]
+        staged.keep_frozen_as({spec.name: recipe.frozen_dtype for spec in specs if spec.frozen_weight})
+    return staged
 
 
 def layouts_of(staged: StagedModel, engine: Engine) -> tuple[StageLayout, ...]:
@@ -472,6 +490,27 @@ def _stage_array(store: Store, engine: IoEngine, layout: StageLayout, array: Sta
         start = piece.start * array.itemsize
         engine.read(place.path, place.offset_bytes, data[start : start + place.num_bytes]).result()
     return data
+
+
+def trained_part(outcome: Outcome, trained: Collection[str]) -> Outcome:
+    """A plain loop's outcome without its frozen parameters, which a store has no states of; they must be unchanged."""
+    states = outcome.states
+    for name, value in outcome.initial.items():
+        assert name in trained or same_bits(states.weights[name], value), f"{name} has changed"
+
+    def only(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name in trained}
+
+    return replace(
+        outcome,
+        initial=only(outcome.initial),
+        states=States(
+            weights=only(states.weights),
+            exp_avg=only(states.exp_avg),
+            exp_avg_sq=only(states.exp_avg_sq),
+            adam_steps=only(states.adam_steps),
+        ),
+    )
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------

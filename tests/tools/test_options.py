@@ -83,7 +83,7 @@ def test_toml(tmp_path: Path) -> None:
         ('fresh = "yes"', r"fresh is 'yes'; it must be true or false"),
         ('order = "random"', r"--order: 'random' is not one of sequential, shuffle"),
         ("token-bytes = 3", r"--token-bytes: 3 is not one of 2, 4"),
-        ("[train]\nsteps = 3", r"unknown key 'train'; known are attention, betas, "),
+        ("[job]\nsteps = 3", r"unknown key 'job'; known are attention, betas, "),
         ("given = 3", r"unknown key 'given'"),
         ("micro-batch = 3", r"unknown key 'micro-batch' \(did you mean micro_batch"),
         ("seq-len = 8\nseq_len = 9", r"seq_len is there twice"),

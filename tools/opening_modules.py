@@ -1,0 +1,69 @@
+"""A trainer on a list of modules, opened like one on a transformers model: what `hoist.open_trainer` does with those.
+
+Such a store has no model files, so it is exported tensor by tensor, with `read_tensor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.module_stages import ModuleModel
+from hoist.scheduler.setup import check_model, lay_out_stages, prepare
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.allocation import check_creatable
+from hoist.tiers.dealing import measure, measured_bytes
+from hoist.tiers.drives import check_places
+from hoist.tiers.footprint import warm_up
+from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.store import Store
+
+
+@contextmanager
+def open_module_trainer(
+    directory: Path,
+    further: Sequence[Path],
+    *,
+    model: ModuleModel,
+    config: TrainerConfig,
+    io: str,
+    resume: bool,
+    fresh: bool,
+    verify: Literal["resume", "always", "never"],
+) -> Iterator[Trainer]:
+    """A trainer on the store in ``directory``, resumed or made with the modules' values; see :func:`open_trainer`."""
+    baseline_bytes = warm_up()
+    with ExitStack() as cleanup:
+        engine = cleanup.enter_context(choose_engine(io))
+        if resume:
+            store = cleanup.enter_context(
+                Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
+            )
+            check_model(directory, model, store.layouts)
+            setup = prepare(model, store.layouts, config)
+        else:
+            setup = prepare(model, lay_out_stages(model), config)
+            check_creatable(directory, fresh=fresh)
+            check_places(directory, further, fresh=fresh)
+            places = [directory, *further] if further else []
+            store = cleanup.enter_context(
+                create_store(
+                    directory,
+                    model=model,
+                    setup=setup,
+                    engine=engine,
+                    source=initialised(config.seed),
+                    attributes={"model": {"name": "modules", "type": "modules"}, "optimizer": {"kind": "adamw"}},
+                    drives=measure(places, engine, num_bytes=measured_bytes(setup.layouts)),
+                    fresh=fresh,
+                )
+            )
+        trainer = cleanup.enter_context(
+            Trainer(model=model, store=store, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup)
+        )
+        model.drop_initial_values()
+        yield trainer
