@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
@@ -398,14 +399,11 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
-            model = self._model.model
-            model.eval()
             try:
-                with private_rng():
+                with _evaluating(self._model.model), private_rng():
                     self._executor.run(plan, step)
                     self._executor.drain()
             finally:
-                model.train()
                 self._runtime.end(step)
             self._cold = False
             now, saved_now = self._engine.statistics(), self._saved()
@@ -686,6 +684,18 @@ class Trainer:
 def _stored_bytes(store: Store) -> int:
     """Bytes of the store's arrays, all slots of a chunk counted as one."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Around a forward without dropout; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _usable(batch: Batch) -> Batch:
