@@ -121,7 +121,8 @@ def test_clipped_steps_are_as_without_evaluations(clip_mode: ClipMode, tmp_path:
 
 def layers_of(trainer: Trainer) -> list[nn.Module]:
     """A GPT-2's decoder layers."""
-    return [module for name, module in trainer._model.model.named_modules() if re.fullmatch(r"transformer\.h\.\d", name)]
+    named = trainer._model.model.named_modules()
+    return [module for name, module in named if re.fullmatch(r"transformer\.h\.\d", name)]
 
 
 def test_dropout_is_off_in_evaluations_alone(tmp_path: Path) -> None:
