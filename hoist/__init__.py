@@ -17,6 +17,7 @@ if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is
 #: Where each public name is defined. Loading them all takes seconds (torch, transformers), so each waits for its use.
 _HOMES = {
     "AdamWHyperparameters": "hoist.optim",
+    "EvalMetrics": "hoist.scheduler.trainer",
     "HoistError": "hoist.tiers.errors",
     "LoraOptions": "hoist.tools.lora_options",
     "Schedule": "hoist.optim",
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from hoist.optim import AdamWHyperparameters, Schedule
     from hoist.scheduler.config import TrainerConfig
     from hoist.scheduler.module_stages import stage_modules
-    from hoist.scheduler.trainer import StepMetrics, Trainer
+    from hoist.scheduler.trainer import EvalMetrics, StepMetrics, Trainer
     from hoist.tiers.errors import HoistError
     from hoist.tiers.io import choose_engine
     from hoist.tiers.store import Store
@@ -59,6 +60,7 @@ else:
 
 __all__ = [
     "AdamWHyperparameters",
+    "EvalMetrics",
     "HoistError",
     "LoraOptions",
     "Schedule",

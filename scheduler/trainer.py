@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
@@ -345,7 +346,8 @@ class Trainer:
         """Train one step on 1 to ``num_micro_batches`` micro-batches.
 
         A micro-batch is a mapping with ``input_ids`` and ``labels``, int64 [B, S], and optionally ``attention_mask``
-        [B, S]; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
+        or ``position_ids`` [B, S], for whose masks the budget has room if the configuration's ``extra_inputs`` name
+        them; B and S at most the configured ones. The model shifts the labels; -100 is not counted. The loss is the
         mean over all counted labels of the step, however they fall into micro-batches.
 
         ``lr`` is the learning rate of this step's updates, instead of the schedule's; the schedule then does not end
@@ -397,14 +399,11 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
-            model = self._model.model
-            model.eval()
             try:
-                with private_rng():
+                with _evaluating(self._model.model), private_rng():
                     self._executor.run(plan, step)
                     self._executor.drain()
             finally:
-                model.train()
                 self._runtime.end(step)
             self._cold = False
             now, saved_now = self._engine.statistics(), self._saved()
@@ -557,6 +556,12 @@ class Trainer:
                     f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
                     "must be [B, S] alike"
                 )
+            for name in batch.keys() & {"attention_mask", "position_ids"}:
+                if batch[name].shape != ids.shape:
+                    raise ConfigError(
+                        f"micro-batch {index}: {name} {tuple(batch[name].shape)} must be like input_ids "
+                        f"{tuple(ids.shape)}"
+                    )
             if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
                 raise ConfigError(
                     f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
@@ -679,6 +684,18 @@ class Trainer:
 def _stored_bytes(store: Store) -> int:
     """Bytes of the store's arrays, all slots of a chunk counted as one."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Around a forward without dropout; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _usable(batch: Batch) -> Batch:

@@ -47,8 +47,11 @@ class ChatEncoder:
                 f"{where}: {self._tokenizer.description} cannot say which characters its ids stand for; save it as a "
                 "fast tokenizer (tokenizer.json)"
             )
-        template = loaded.get_chat_template(tools=_tools(example))
-        if _GENERATION.search(template):
+        try:
+            marked = _GENERATION.search(loaded.get_chat_template(tools=_tools(example))) is not None
+        except ValueError as error:  # there are several, and none is the default
+            raise _refused(where, error) from error
+        if marked:
             try:
                 encoded = loaded.apply_chat_template(
                     list(example.messages), tools=_tools(example), tokenize=True, return_dict=True,

@@ -80,12 +80,14 @@ class Rows:
     def batch(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
         """A micro-batch of these rows: ``input_ids`` and ``labels``, int64 [B, S], the model shifts labels itself.
 
-        S is ``seq_len`` for windows, else that of the longest row. Not packed, also ``attention_mask`` (1 where there
-        is a token); with documents kept apart ``position_ids``, which begin anew in each and in what fills the row up.
-        Raises :class:`DataReadError` if a token file cannot be read any more.
+        S is ``seq_len``, so that micro-batches share what layers are called with; not packed it is that of the longest
+        row, and there is also ``attention_mask`` (1 where there is a token). With documents kept apart there are
+        ``position_ids``, which begin anew in each and in what fills the row up. Raises :class:`DataReadError` if a
+        token file cannot be read any more.
         """
         spans = [self.span(number) for number in numbers]
-        shape = (len(spans), max(length for _, length in spans))
+        longest = max(length for _, length in spans)
+        shape = (len(spans), self.rules.seq_len if self.rules.pack else longest)
         ids = np.full(shape, self.rules.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)

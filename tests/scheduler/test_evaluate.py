@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.trainer import EvalMetrics, StepMetrics
+from hoist.scheduler.trainer import EvalMetrics, StepMetrics, Trainer
 from tests.support.models import num_counted, reference_model, tiny_config
 from tests.support.training import (
     Batch,
@@ -117,14 +119,24 @@ def test_clipped_steps_are_as_without_evaluations(clip_mode: ClipMode, tmp_path:
     assert_identical_states(evaluated[2].states, plain[2].states)
 
 
+def layers_of(trainer: Trainer) -> list[nn.Module]:
+    """A GPT-2's decoder layers."""
+    named = trainer._model.model.named_modules()
+    return [module for name, module in named if re.fullmatch(r"transformer\.h\.\d", name)]
+
+
 def test_dropout_is_off_in_evaluations_alone(tmp_path: Path) -> None:
     config = tiny_config("gpt2", dropout=0.2)
     steps, batches = make_steps(3, 2), held_out(2)
     recipe = Recipe(schedule=Schedule(kind="constant", lr=1e-2, num_steps=9))
     with trainer_on(tmp_path / "a", config, [*steps, batches], Engine(), recipe) as trainer:
+        layers_of(trainer)[1].eval()
         plain = [trainer.step(step).loss for step in steps]
     with trainer_on(tmp_path / "b", config, [*steps, batches], Engine(), recipe) as trainer:
+        layers = layers_of(trainer)
+        layers[1].eval()  # as somebody may have wanted
         first = trainer.evaluate(batches)
+        assert [layer.training for layer in layers] == [True, False, True]
         assert first.loss == trainer.evaluate(batches).loss == loss_of(reference_model(config), batches)
         evaluated = [(trainer.step(step).loss, trainer.evaluate(batches).loss)[0] for step in steps]
     assert evaluated == plain

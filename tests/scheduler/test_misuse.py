@@ -97,6 +97,7 @@ def _changed(key: str, position: tuple[int, int], value: int) -> Batch:
         ({name: ids.to(torch.int32) for name, ids in batch().items()}, r"input_ids are torch.int32; they must be"),
         ({**batch(), "attention_masks": torch.ones(2, 16)}, r"has attention_masks; .* also .*attention_mask"),
         ({"input_ids": batch()["input_ids"]}, r"micro-batch 0: lacks labels"),
+        ({**batch(), "position_ids": torch.ones(1, 16)}, r"position_ids \(1, 16\) must be like input_ids \(2, \d+\)"),
     ],
 )
 def test_a_wrong_batch_is_refused_and_the_next_step_is_as_ever(

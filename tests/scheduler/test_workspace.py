@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from hoist.scheduler import workspace
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.models import build_model
+from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
+from tests.support.training import Engine, Recipe, trainer_config
 
 VOCAB = 3001
 ROWS, TOKENS = 2, 96
@@ -99,6 +102,32 @@ def test_the_estimate_is_what_a_real_run_allocates(family: str) -> None:
     for stage, estimate in zip(staged.stages[1:], found.stages[1:], strict=True):
         real = allocated_bytes(staged, stage, batch_of(1))
         assert estimate == pytest.approx(real, rel=0.10), f"{stage.name}: {estimate} estimated, {real} allocated"
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "attention_mask"), ("gemma2", "position_ids")])
+def test_masks_are_counted(family: str, name: str) -> None:
+    """The largest batch makes every mask there can be; a run with other masks of its shape allocates as much."""
+    attention: Literal["sdpa", "eager"] = "eager" if family == "gemma2" else "sdpa"
+    staged = split(build_model(CONFIGS[family], attention=attention))
+    config = trainer_config(Recipe(), Engine(), [[{**batch_of(0), name: torch.ones(ROWS, TOKENS)}]], 2**30)
+    assert config.extra_inputs == (name,)
+    largest = workspace.largest_batch(staged, config)
+    assert largest.keys() == {"input_ids", "labels", name}
+    found = workspace.measure(staged, largest)
+    one_mask_bytes = ROWS * TOKENS * TOKENS * (1 if attention == "sdpa" else 4)
+    assert found.context_bytes >= one_mask_bytes * (2 if family == "gemma2" else 1)
+    given = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    given[0, 70:] = 0
+    if name == "position_ids":
+        given = torch.cat([torch.arange(60), torch.arange(36)]).expand(ROWS, TOKENS).contiguous()
+    for stage, estimate in zip(staged.stages[1:], found.stages[1:], strict=True):
+        real = allocated_bytes(staged, stage, {**batch_of(1), name: given})
+        assert estimate == pytest.approx(real, rel=0.10), f"{stage.name}: {estimate} estimated, {real} allocated"
+    demand = [
+        prepare(staged, lay_out_stages(staged), replace(config, extra_inputs=extra, num_micro_batches=4)).memory.demand
+        for extra in ((name,), ())
+    ]
+    assert demand[0].context_bytes - demand[1].context_bytes >= 3 * one_mask_bytes
 
 
 @pytest.mark.parametrize("limit", [20, 96])

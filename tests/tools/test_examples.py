@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -226,6 +227,19 @@ def test_truncation_cuts_what_is_too_long(tmp_path: Path) -> None:
     assert (found.num_truncated, found.num_dropped) == (2, 1)
     wider = encode(path, longest=9, truncate=True)
     assert [len(ids) for ids, _ in documents(wider.part)] == [9, 3, 8]
+
+
+def test_memory_does_not_grow_with_the_number_of_records(tmp_path: Path) -> None:
+    """5 MB in 12,000 records; at once there are two blocks of the file, and beginnings of 8192 documents."""
+    write(tmp_path / "a.jsonl", [{"prompt": "p" * 350, "completion": f"{n} " * 5} for n in range(12_000)])
+    tracemalloc.start()
+    try:
+        found = encode(tmp_path / "a.jsonl")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.part.num_documents == 12_000
+    assert peak < 3 * 2**20
 
 
 class Counting(ByteTokenizer):

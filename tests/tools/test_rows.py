@@ -40,7 +40,7 @@ def texts(path: Path, lengths: Sequence[int]) -> Path:
 
 
 def row(rows: Rows, number: int) -> bytes:
-    return bytes(rows.batch([number])["input_ids"][0].tolist())
+    return bytes(rows.batch([number])["input_ids"][0, : rows.span(number)[1]].tolist())
 
 
 def labels(batch: dict[str, torch.Tensor]) -> list[str]:
@@ -54,8 +54,8 @@ def test_examples_are_packed_whole_in_their_order(tmp_path: Path) -> None:
     assert [row(rows, number) for number in range(rows.num_rows)] == [b"aA\0bbB\0", b"cccCCC\0", b"dDD\0"]
     batch = rows.batch([0, 2])
     assert batch.keys() == {"input_ids", "labels"}
-    assert labels(batch) == [".A0..B0", ".DD0..."]
-    assert batch["input_ids"][1].tolist() == [*b"dDD\0", 0, 0, 0]
+    assert labels(batch) == [".A0..B0.", ".DD0...."]
+    assert batch["input_ids"][1].tolist() == [*b"dDD\0", 0, 0, 0, 0]
 
 
 def test_or_padded_one_a_row(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_documents_kept_apart_begin_at_position_0(tmp_path: Path) -> None:
 def test_examples_kept_apart(tmp_path: Path) -> None:
     rows = rows_of(pairs(tmp_path / "a.jsonl", [(1, 1), (2, 1), (3, 3)]), rules=RowRules(seq_len=8, isolate=True))
     batch = rows.batch([0, 1])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]
-    assert labels(batch) == [".A0..B0", "...CCC0"]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 0]]
+    assert labels(batch) == [".A0..B0.", "...CCC0."]
     # What fills a row up is a document of its own.
     pair = rows_of(pairs(tmp_path / "b.jsonl", [(1, 1), (2, 2)]), rules=RowRules(seq_len=5, isolate=True)).batch([0, 1])
     assert pair["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
