@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
@@ -79,6 +81,12 @@ def open_trainer(
     resume = present and not fresh
     if resume and further:
         follow(directory, further)
+    built: object = model
+    if isinstance(built, nn.Module):
+        how = "save it with save_pretrained and give that directory" if hasattr(built, "save_pretrained") else (
+            "give hoist.stage_modules(its modules in order, loss=..., example=...)"
+        )
+        raise ConfigError(f"model: a {type(built).__name__} that is built in memory cannot be staged; {how}")
     if isinstance(model, ModuleModel):
         with open_module_trainer(
             directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import nn
 
 import hoist
+from hoist.scheduler.errors import ConfigError
 from hoist.tiers.errors import StoreRefusedError
 from tests.support.commands import hoist as command
-from tests.support.models import tiny_config
+from tests.support.models import reference_model, tiny_config
 
 NUM_STEPS = 3
 
@@ -105,5 +109,50 @@ def test_a_budget_too_small_creates_nothing(tmp_path: Path, model: Path) -> None
         pytest.raises(hoist.HoistError, match="is too small; at least"),
         hoist.open_trainer(tmp_path / "store", config=_config(host_memory_bytes=4096), model=model),
     ):
+        pass
+    assert not (tmp_path / "store").exists()
+
+
+def _modules(device: str) -> Any:
+    with torch.device(device):
+        made = [nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 2)]
+    example = {"inputs": torch.zeros(1, 8), "targets": torch.zeros(1, 2)}
+    return hoist.stage_modules(made, loss=nn.MSELoss(reduction="sum"), example=example)
+
+
+@pytest.mark.parametrize("residency", [0.0, 1.0])
+@pytest.mark.parametrize("entry", ["weights", "config", "modules", "modules on meta"])
+def test_every_way_in_trains_with_states_on_nvme_or_in_memory(tmp_path: Path, entry: str, residency: float) -> None:
+    """Weights and moments stay in memory together here, or stream together; what is trained is the same."""
+    model: Any = tmp_path / "model"
+    if entry == "weights":
+        reference_model(tiny_config("llama")).save_pretrained(model)
+    elif entry == "config":
+        tiny_config("llama").save_pretrained(model)
+    else:
+        model = _modules("meta" if entry == "modules on meta" else "cpu")
+    batches = _batches(0)
+    if entry.startswith("modules"):
+        batches = [{"inputs": torch.ones(2, 8), "targets": torch.ones(2, 2)}] * 2
+    config = dataclasses.replace(_config(512 * 2**20), residency=residency, resident_weights=residency > 0.0)
+    with hoist.open_trainer(tmp_path / "store", model=model, config=config, io="direct") as trainer:
+        assert (trainer.memory.kept_bytes > 0) == (residency > 0.0)
+        first, second = trainer.step(batches), trainer.step(batches)
+        trainer.commit()
+        assert second.loss < first.loss
+        assert (second.nvme_read_bytes == 0) == (residency > 0.0)
+        assert trainer.committed_step == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (reference_model(tiny_config("llama")), r"^model: a LlamaForCausalLM .*; save it with save_pretrained"),
+        (nn.Sequential(nn.Linear(2, 2)), r"^model: a Sequential .*; give hoist\.stage_modules\(its modules in order"),
+    ],
+)
+def test_a_model_that_is_built_already_is_told_the_way_in(tmp_path: Path, model: Any, message: str) -> None:
+    store = tmp_path / "store"
+    with pytest.raises(ConfigError, match=message), hoist.open_trainer(store, model=model, config=_config()):
         pass
     assert not (tmp_path / "store").exists()
