@@ -360,10 +360,17 @@ def test_modules_that_cannot_be_stages(tmp_path: Path, middle: nn.Module, messag
     assert not (tmp_path / "store").exists()
 
 
-def test_what_is_shared_must_be_trained() -> None:
-    first, block, middle, last = modules()
-    with pytest.raises(ModelError, match=r"^modules: 1\.scale is used by several modules and not trained"):
-        staged([first, block, middle, block, last])
+def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
+    """A block twice, with its buffer and its frozen scale."""
+
+    def twice() -> list[nn.Module]:
+        first, block, middle, last = modules()
+        return [first, block, middle, block, last]
+
+    losses = train(tmp_path / "store", staged(twice()))
+    expected = nn.Sequential(*twice())
+    assert losses == pytest.approx(reference(expected), rel=1e-5)
+    assert (hoist.read_tensor(tmp_path / "store", "1.scale") == 0.5).all()
 
 
 @pytest.mark.parametrize(
