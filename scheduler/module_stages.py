@@ -265,7 +265,8 @@ def stage_modules(
     while it runs them. Weights that are real now become the initial values of a new store; those built on the meta
     device, which costs no memory whatever their size, are filled by ``init``, or by their module's
     ``reset_parameters``. A weight that several modules share stays shared. Parameters that need no gradient stay as
-    they are; all others must be float32. A forward must not change buffers (batch norm does, in training mode).
+    they are (bfloat16 and float16 ones are computed with in float32); all others must be float32. A forward must not
+    change buffers (batch norm does, in training mode).
 
     Args:
         modules: two or more, in the order in which they run. Each is one stage: what is resident at once.
@@ -306,8 +307,6 @@ def stage_modules(
         owner, *others = sorted({int(place.name.partition(".")[0]) for place in places})
         name = places[0].name
         weight = make_weight(untyped, name, places)
-        if others and not weight.spec.trainable:
-            raise ModelError(f"modules: {name} is used by several modules and not trained; give each one its own")
         stages[owner]._owned[name] = weight
         for other in others:
             stages[other]._borrowed[name] = weight

@@ -184,6 +184,26 @@ def test_dropout_is_recomputed_with_the_same_masks(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(total, rel=1e-6)
 
 
+def test_an_evaluation_is_the_model_without_dropout_and_changes_nothing(tmp_path: Path) -> None:
+    def dropping() -> list[nn.Module]:
+        first, block, middle, last = modules()
+        return [first, block, nn.Sequential(middle, nn.Dropout(0.3)), last]
+
+    plain = train(tmp_path / "plain", staged(dropping()))
+    losses = []
+    with open_trainer(tmp_path / "store", model=staged(dropping()), config=config()) as trainer:
+        found = trainer.evaluate(step_of(7))
+        while trainer.step_number < NUM_STEPS:
+            losses.append(trainer.step(step_of(trainer.step_number)).loss)
+            trainer.evaluate(step_of(7))
+    assert losses == plain
+    model = nn.Sequential(*dropping()).eval()
+    with torch.no_grad():
+        total = sum(CROSS_ENTROPY(model(batch["inputs"]), batch["targets"]).item() for batch in step_of(7))
+    assert found.counted == sum(STEP_ROWS) - len(STEP_ROWS)
+    assert found.loss == pytest.approx(total / found.counted, rel=1e-6)
+
+
 def test_any_tensors_and_any_loss(tmp_path: Path) -> None:
     """Sequences in, a regression out, its mean over all elements."""
     made: list[nn.Module] = [nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]
@@ -340,10 +360,17 @@ def test_modules_that_cannot_be_stages(tmp_path: Path, middle: nn.Module, messag
     assert not (tmp_path / "store").exists()
 
 
-def test_what_is_shared_must_be_trained() -> None:
-    first, block, middle, last = modules()
-    with pytest.raises(ModelError, match=r"^modules: 1\.scale is used by several modules and not trained"):
-        staged([first, block, middle, block, last])
+def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
+    """A block twice, with its buffer and its frozen scale."""
+
+    def twice() -> list[nn.Module]:
+        first, block, middle, last = modules()
+        return [first, block, middle, block, last]
+
+    losses = train(tmp_path / "store", staged(twice()))
+    expected = nn.Sequential(*twice())
+    assert losses == pytest.approx(reference(expected), rel=1e-5)
+    assert (hoist.read_tensor(tmp_path / "store", "1.scale") == 0.5).all()
 
 
 @pytest.mark.parametrize(
