@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.models import build_model
 from hoist.scheduler.reading import TensorReader
 from hoist.tiers.arena import Arena
 from hoist.tiers.errors import StoreFormatError
@@ -99,7 +99,7 @@ def export_store(
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
         types = WeightTypes(main=dtype) if dtype is not None else stored_weight_types(store)
-        model = _model_of(store)
+        model = build_model(load_config(store.directory / MODEL_DIRECTORY))  # without weights, for its names alone
         architecture = type(model).__name__
         parts = _parts(store, model, types)
         del model
@@ -179,12 +179,3 @@ def _parts(store: Store, model: PreTrainedModel, types: WeightTypes) -> dict[str
             )
             start += torch.Size(shape).numel()
     return parts
-
-
-def _model_of(store: Store) -> PreTrainedModel:
-    """The store's model without weights, for its names alone."""
-    config = load_config(store.directory / MODEL_DIRECTORY)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    assert isinstance(model, PreTrainedModel)
-    return model
