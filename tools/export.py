@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.models import build_model
 from hoist.scheduler.reading import TensorReader
 from hoist.tiers.arena import Arena
 from hoist.tiers.errors import StoreFormatError
@@ -129,7 +129,7 @@ def export_store(
             parts = _adapter_parts(store, types)
         else:
             types = WeightTypes(main=dtype) if dtype is not None else stored_weight_types(store)
-            model = _model_of(store)
+            model = build_model(load_config(store.directory / MODEL_DIRECTORY))  # without weights, for its names alone
             architecture = type(model).__name__
             parts = _parts(store, model, types, None if adapter is None else Merger(store.layouts, adapter))
             del model
@@ -243,12 +243,3 @@ def _parts(
             )
             start += torch.Size(shape).numel()
     return parts
-
-
-def _model_of(store: Store) -> PreTrainedModel:
-    """The store's model without weights, for its names alone."""
-    config = load_config(store.directory / MODEL_DIRECTORY)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    assert isinstance(model, PreTrainedModel)
-    return model
