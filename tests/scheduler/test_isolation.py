@@ -53,7 +53,7 @@ def test_what_is_found_is_what_a_whole_model_does(family: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "isolated"), [("gemma4_text", True), ("gpt_oss", False)])
 def test_layers_that_are_handed_more_and_masks_without_positions(model_type: str, isolated: bool) -> None:
-    """Gemma 4's layers share keys and values, so they run one after another; gpt-oss makes its masks of no positions."""
+    """Gemma 4's layers share keys and values, so they run in turn; gpt-oss makes its masks without positions."""
     config = hints_config(model_type)
     attention: Literal["sdpa", "eager"] = "eager" if model_type == "gpt_oss" else "sdpa"
     staged = split(build_model(config, attention=attention))
