@@ -15,7 +15,7 @@ from torch import Tensor
 from hoist.scheduler.context import Context, LayerCall, TensorRef
 from hoist.scheduler.errors import ModelError
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.stages import LayerStage, Stage, StagedModel
+from hoist.scheduler.stages import Carried, LayerStage, Stage, StagedModel, as_tuple
 
 #: Tokens of the document that must not be seen, and of the one that must not see it.
 _OTHER, _OWN = 5, 6
@@ -61,27 +61,31 @@ def _check(model: StagedModel, name: str) -> None:
         started = {key: embed.forward(batch) for key, batch in batches.items()}
     finally:
         embed.unbind(forget=True)
-    hidden = {key: found for key, (found, _) in started.items()}
+    carried: Mapping[str, Carried] = {key: found for key, (found, _) in started.items()}
     contexts = {key: context for key, (_, context) in started.items()}
-    if _leaks(hidden):
+    if _leaks(carried):
         raise ModelError(f"{name}: what it makes of a document before its layers depends on the one before")
+    boundaries = contexts["together"].boundaries
+    one_by_one = all(len(boundary) == 1 for boundary in boundaries)
     seen: set[object] = set()
     for layer in model.layers:
         key = (_signature(layer), tuple(_calls(context, layer) for context in contexts.values()))
-        if key not in seen:
+        if not one_by_one:  # what a layer is given depends on the ones before: run all of them
+            carried = _check_layer(model, layer, carried, contexts, name)
+        elif key not in seen:
             seen.add(key)
-            _check_layer(model, layer, torch.randn_like(hidden["together"]), contexts, name)
+            given = torch.randn_like(carried["together"])
+            made_up = {"alone": given[:, _OTHER:].clone(), "apart": given, "together": given.clone()}
+            _check_layer(model, layer, made_up, contexts, name)
 
 
 def _check_layer(
-    model: StagedModel, layer: LayerStage, given: Tensor, contexts: Mapping[str, Context], name: str
-) -> None:
+    model: StagedModel, layer: LayerStage, given: Mapping[str, Carried], contexts: Mapping[str, Context], name: str
+) -> dict[str, Carried]:
+    """What a layer makes of what it is given. Raises ModelError if the other document shows in it."""
     layer.bind(_made_up(model, layer))
     try:
-        found = {
-            key: layer.forward(given[:, _OTHER:].clone() if key == "alone" else given.clone(), context)
-            for key, context in contexts.items()
-        }
+        found = {key: layer.forward(given[key], context) for key, context in contexts.items()}
     except ModelError:
         raise
     except Exception as error:  # whatever a layer raises on so few tokens
@@ -91,14 +95,30 @@ def _check_layer(
         layer.unbind(forget=True)
     if _leaks(found):
         raise ModelError(f"{name}: {layer.name} mixes the documents of a packed row, wherever positions begin anew")
+    return found
 
 
-def _leaks(found: Mapping[str, Tensor]) -> bool:
-    """Whether the second document comes out otherwise than without the first one."""
-    own = {key: value[:, -_OWN:] for key, value in found.items()}
-    apart, together = ((own[key] - own["alone"]).abs().max() for key in ("apart", "together"))
-    allowed = _ROUNDING_SHARE * together + _ROUNDING * own["alone"].abs().max()
-    return not bool(apart <= allowed)  # numbers that are none leak
+def _leaks(found: Mapping[str, Carried]) -> bool:
+    """Whether the second document comes out otherwise than without the first one, in any tensor."""
+    tensors = (as_tuple(found[key]) for key in ("apart", "together", "alone"))
+    return any(
+        _differ(apart, together, alone)
+        for apart, together, alone in zip(*tensors, strict=True)
+        if alone.is_floating_point()
+    )
+
+
+def _differ(apart: Tensor, together: Tensor, alone: Tensor) -> bool:
+    """Whether ``apart`` has other numbers for the second document than ``alone``, by more than rounding.
+
+    Dimensions in which they are of different sizes are those of tokens; ``together`` tells what a mixture would do.
+    """
+    for dimension, size in enumerate(alone.shape):
+        apart, together = (
+            each.narrow(dimension, each.shape[dimension] - size, size) for each in (apart, together)
+        )
+    allowed = _ROUNDING_SHARE * (together - alone).abs().max() + _ROUNDING * alone.abs().max()
+    return not bool((apart - alone).abs().max() <= allowed)  # numbers that are none differ
 
 
 def _signature(stage: Stage) -> object:
@@ -115,7 +135,8 @@ def _calls(context: Context, layer: LayerStage) -> object:
             return value
         return tuple(map(shown, value)) if isinstance(value, list | tuple) else repr(value)
 
-    return tuple(map(shown, call.args)), tuple((key, shown(value)) for key, value in sorted(call.kwargs.items()))
+    kwargs = tuple((key, shown(value)) for key, value in sorted(call.kwargs.items()))
+    return tuple(map(shown, call.args)), kwargs, repr(call.before)
 
 
 def _made_up(model: StagedModel, stage: Stage) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from hoist.scheduler.errors import ModelError
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.models import build_model
 from hoist.scheduler.stages import split
+from hoist.tools.tiny_models import tiny_config as hints_config
 from tests.support.models import FAMILIES, VOCAB_SIZE, reference_model, tiny_config
 
 CONVOLUTIONS = Lfm2Config(
@@ -23,7 +25,8 @@ CONVOLUTIONS = Lfm2Config(
 def isolates(config: PreTrainedConfig, attention: Literal["sdpa", "eager"]) -> bool:
     """By transformers' logits of a whole model with real weights."""
     model = reference_model(config, attention=attention).eval()
-    ids = torch.randint(3, VOCAB_SIZE, (1, 14), generator=torch.Generator().manual_seed(3))
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(3, vocab_size, (1, 14), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(6), torch.arange(8)])[None]
     with torch.no_grad():
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
@@ -46,6 +49,17 @@ def test_what_is_found_is_what_a_whole_model_does(family: str) -> None:
         found = False
     assert found is isolates(tiny_config(family), attention)
     assert found is (family != "opt")
+
+
+@pytest.mark.parametrize(("model_type", "isolated"), [("gemma4_text", True), ("gpt_oss", False)])
+def test_layers_that_are_handed_more_and_masks_without_positions(model_type: str, isolated: bool) -> None:
+    """Gemma 4's layers share keys and values, so they run in turn; gpt-oss makes its masks without positions."""
+    config = hints_config(model_type)
+    attention: Literal["sdpa", "eager"] = "eager" if model_type == "gpt_oss" else "sdpa"
+    staged = split(build_model(config, attention=attention))
+    with nullcontext() if isolated else pytest.raises(ModelError, match="mixes the documents of a packed row"):
+        check_isolation(staged)
+    assert isolates(config, attention) is isolated
 
 
 def test_layers_that_mix_documents_are_named() -> None:
