@@ -38,7 +38,8 @@ class Buffers:
     """How many buffers of each kind a plan may use, and which stage uses which."""
 
     weights: tuple[int, ...]
-    """Weight buffer of each stage. Neighbours must differ."""
+    """Weight buffer of each stage. Neighbours must differ. Buffers 0 and 1 begin at the two ends of one region, which
+    has room for any two neighbours, but not for any two stages; others lie apart."""
     gradients: tuple[int, ...]
     """Gradient buffer of each stage; what it says of one without trainable tensors does not matter."""
     delayed_from: tuple[int, ...] = ()
@@ -353,6 +354,8 @@ class _Builder:
         self.next_state = 0
         #: Stage that each weight buffer holds, at this point of the plan.
         self.held: dict[int, int] = dict(held or {})
+        #: Stage that each buffer of the shared region was last used by: -1 if an earlier plan says nothing of it.
+        self.occupants: dict[int, int] = {} if held is None else {buffer: held.get(buffer, -1) for buffer in (0, 1)}
         self.scratch_gradients: set[int] = set()
         self.stashed: list[tuple[int, int]] = []
         #: Per stage, its first delayed piece.
@@ -385,7 +388,7 @@ class _Builder:
             following = self.next_other_stage(index)
             if (
                 following is not None
-                and self.buffers.weights[following] != self.buffers.weights[visit.stage]
+                and self.fit_together(following, visit.stage)
                 and not self.belongs_to_next_step(index, following)
             ):
                 self.load(following)
@@ -425,8 +428,8 @@ class _Builder:
         self.load(self.visits[0].stage)
         for index, visit in enumerate(self.visits):
             following = self.visits[index + 1].stage if index + 1 < len(self.visits) else visit.stage
-            # The first stage may follow the last one, in the same buffer: that is free only after the visit.
-            beside = self.buffers.weights[following] != self.buffers.weights[visit.stage]
+            # The first stage may follow the last one, which it does not fit beside: only after the visit.
+            beside = self.fit_together(following, visit.stage)
             if beside:
                 self.load(following)
             self.visit(index, visit)
@@ -456,6 +459,11 @@ class _Builder:
         buffer = self.buffers.gradients[stage]
         takers = [own for own, shape in zip(self.buffers.gradients, self.stages, strict=True) if shape.num_pieces]
         return takers.count(buffer) > 1
+
+    def fit_together(self, stage: int, other: int) -> bool:
+        """Both stages' weights can be in their buffers at once."""
+        buffers = self.buffers.weights[stage], self.buffers.weights[other]
+        return stage == other or max(buffers) > 1 or (buffers[0] != buffers[1] and abs(stage - other) == 1)
 
     def belongs_to_next_step(self, index: int, stage: int) -> bool:
         """The stage's next visit is in the next step and its delayed updates come first: it is loaded there."""
@@ -494,7 +502,7 @@ class _Builder:
         weights = Resource(Part.WEIGHTS, buffer)
         if not held:
             self.held[buffer] = stage
-            self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
+            self.acquire(stage, buffer)
         filled = range(0)
         if stage in self.pending:
             self.update_delayed(stage, fill=not held)
@@ -525,6 +533,22 @@ class _Builder:
             common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
             self.emit(Kind.READ_WEIGHTS, common, reads=stored, writes=(staging,))
             self.emit(Kind.MERGE, common, reads=(staging, weights))
+
+    def acquire(self, stage: int, buffer: int) -> None:
+        """Have a stage's buffer for it, and what overlaps it."""
+        weights, other = Resource(Part.WEIGHTS, buffer), Resource(Part.WEIGHTS, 1 - buffer)
+        occupant = self.occupants.get(1 - buffer, stage)
+        if buffer not in (0, 1):
+            self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
+            return
+        if occupant >= 0 and abs(occupant - stage) <= 1:
+            # It fits beside that neighbour, which may still be waiting for the place of one that would be in the way.
+            self.emit(Kind.ACQUIRE, reads=(other,), writes=(weights,), stage=stage)
+        else:
+            self.emit(Kind.ACQUIRE, writes=(weights, other), stage=stage)
+            self.held.pop(1 - buffer, None)
+            self.occupants[1 - buffer] = stage
+        self.occupants[buffer] = stage
 
     def is_to_be_read(self, stage: int, piece: int) -> bool:
         """What is kept of a piece (-1: of the frozen tensors) has not been read yet; from now on it has."""

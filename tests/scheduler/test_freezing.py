@@ -110,6 +110,17 @@ def test_equal_to_plain_pytorch(
     assert_identical(got, reference(choice, num_micro_batches))
 
 
+def test_stages_that_are_no_neighbours_do_not_share_the_region_of_weights(tmp_path: Path) -> None:
+    """The head alone stays in memory; the first stage, which follows the last trained one, does not fit beside it."""
+    engine = Engine(budget_factor=1.5)
+    got = train(tmp_path / "store", tiny_config("llama"), make_steps(3, 1), freezing("last layer"), engine)
+    assert got.memory is not None
+    assert got.memory.num_resident == 1
+    first, last = got.memory.demand.stages[0], got.memory.demand.stages[3]
+    assert first.weights + last.weights > got.memory.weight_offset(4), "the case that is meant"
+    assert_identical(got, reference("last layer", 1))
+
+
 @pytest.mark.parametrize(
     ("choice", "rounded", "plan", "budget_factor", "residency"),
     thinned(5, ("head", "parts of layers"), (torch.bfloat16, torch.float16), PLANS, (1.0, 50.0), (0.0, 1.0)),

@@ -6,6 +6,7 @@ before anything is imported, and limits it, once it is warm, to the promise. tes
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -38,6 +39,8 @@ class Task:
     clip_norm: float = 0.0
     """Clipping is speculative, so that gradients wait beside updates that are made at once."""
     residency: float = 1.0
+    lora_rank: int = 0
+    """Not 0: a model is made and exported in bfloat16, then adapters around that are trained."""
     group: str | None = None
     """Directory of a memory control group of its own."""
 
@@ -48,7 +51,7 @@ class Used:
 
     budget: int
     states: int
-    """Weights and moments of the model."""
+    """Weights and moments of the model; with adapters, the base in bfloat16."""
     baseline: int
     """Anonymous and shared memory of the warm process: all imports, tiny products, nothing of the model."""
     allowed: int
@@ -127,6 +130,8 @@ def main(task: Task) -> Used:
     from hoist.tiers.footprint import warm_up
     from hoist.tiers.io.direct import DirectEngine
     from hoist.tools.export import export_store
+    from hoist.tools.lora import add_adapters
+    from hoist.tools.lora_options import LoraOptions
     from hoist.tools.opening import open_trainer
 
     model: Any = LlamaConfig(
@@ -139,6 +144,9 @@ def main(task: Task) -> Used:
     )
     mapping: Any = AutoModelForCausalLM._model_mapping  # its module is imported on demand
     assert mapping[type(model)]
+    lora = LoraOptions(r=task.lora_rank) if task.lora_rank else None
+    if lora is not None:
+        importlib.import_module("peft")
     baseline = warm_up()
 
     def config(budget: int) -> TrainerConfig:
@@ -154,14 +162,19 @@ def main(task: Task) -> Used:
             clip_norm=task.clip_norm,
             clip_mode="speculative" if task.clip_norm else "exact",
             residency=task.residency,
+            pin_trained=lora is not None,
         )
 
     directory = Path(task.directory)
     budget = (task.budget_mib or 0) * MIB
     if task.budget_mib is None:
-        staged = split(build_model(model))
+        built = build_model(model)
+        if lora is not None:
+            add_adapters(built, lora, base="")
+        staged = split(built)
         budget = smallest(prepare(staged, lay_out_stages(staged), config(2**40)).memory.demand).need_bytes
-        del staged
+        budget += lora is not None and MIB  # bfloat16 is laid out on pages of its own
+        del built, staged
     allowed = budget * 11 // 10 + 32 * MIB
     limit = 0
     if group is not None:
@@ -172,11 +185,17 @@ def main(task: Task) -> Used:
     parameters = task.layers * of_layer + 2 * task.vocab * model.hidden_size + model.hidden_size
     losses: list[float] = []
     reported = 0
-    store = directory / "store"
+    store, source = directory / "store", directory / "model"
+    if lora is not None:
+        with open_trainer(directory / "first", config=config(budget), model=source, io="direct", lora=lora):
+            pass
+        source = directory / "base"
+        with DirectEngine() as engine:
+            export_store(directory / "first", source, engine=engine, merge=True, dtype="bfloat16")
     for steps in (task.steps, task.resumed_steps):
         if not steps:
             continue
-        with open_trainer(store, config=config(budget), model=directory / "model", io="direct") as trainer:
+        with open_trainer(store, config=config(budget), model=source, io="direct", lora=lora) as trainer:
             for _ in range(steps):
                 generator = torch.Generator().manual_seed(trainer.step_number)
                 batches = []
@@ -190,10 +209,10 @@ def main(task: Task) -> Used:
             need, kept = trainer.memory.need_bytes, trainer.memory.kept_bytes
     if task.export:
         with DirectEngine() as engine:
-            export_store(store, directory / "export", engine=engine)
+            export_store(store, directory / "export", engine=engine, merge=lora is not None)
     return Used(
         budget=budget,
-        states=12 * parameters,
+        states=(12 if lora is None else 2) * parameters,
         baseline=baseline,
         allowed=allowed,
         need=need,

@@ -249,7 +249,15 @@ class Simulation:
         if self.content.get(("bound", buffer)) not in (None, False):
             raise WrongContentError(f"{op}: buffer {buffer} is bound")
         flight.writes["holder", buffer] = op.stage
-        for place in [place for place in self.content if place[:2] == ("weights", buffer)]:
+        taken = [buffer]
+        # The other buffer of the shared region overlaps, unless a neighbour is in it.
+        holder = self.content.get(("holder", 1 - buffer))
+        if buffer in (0, 1) and isinstance(holder, int) and abs(holder - op.stage) > 1:
+            if self.content.get(("bound", 1 - buffer)) not in (None, False):
+                raise WrongContentError(f"{op}: stage {holder} is bound where it would lie")
+            taken.append(1 - buffer)
+            flight.writes["holder", 1 - buffer] = None
+        for place in [place for place in self.content if place[0] == "weights" and place[1] in taken]:
             flight.writes[place] = None
 
     def _read_weights(self, op: Op, step: int, flight: InFlight) -> None:
