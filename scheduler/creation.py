@@ -5,7 +5,7 @@ Where the values come from is the caller's: transformers' initialisation (`stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def _fill(
             stage_places.frozen.zero_()
             owned = {name: tensor for name, tensor in stage_places.tensors().items() if name not in stage.borrowed}
             source(stage, owned, places.gradient_region)
-            refuse_non_finite(owned)
+            refuse_non_finite(owned, may_be_infinite={placed.spec.name for placed in layout.frozen})
             _write_stage(store, layout, stage_places.weights, stage_places.frozen, places.states, engine, setup)
             done += layout.num_elements
             if progress is not None:
@@ -120,14 +120,18 @@ def _fill(
         places.close()
 
 
-def refuse_non_finite(values: Mapping[str, Tensor]) -> None:
-    """Raise ModelError, naming the tensor, if a floating-point one holds NaN or infinity. Takes about 1 MiB."""
+def refuse_non_finite(values: Mapping[str, Tensor], *, may_be_infinite: Collection[str] = ()) -> None:
+    """Raise ModelError, naming the tensor, if a floating-point one holds NaN or infinity. Takes about 1 MiB.
+
+    Of those that ``may_be_infinite`` (bounds in buffers are) only NaN is refused.
+    """
     for name, value in values.items():
         if not value.is_floating_point():
             continue
         flat = value.reshape(-1)
         for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
-            if not bool(torch.isfinite(flat[start : start + _CHECKED_ELEMENTS]).all()):
+            part = flat[start : start + _CHECKED_ELEMENTS]
+            if bool(torch.isnan(part).any() if name in may_be_infinite else not torch.isfinite(part).all()):
                 raise ModelError(f"weights: {name} holds NaN or infinity; repair the checkpoint and import it again")
 
 

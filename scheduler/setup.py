@@ -123,7 +123,11 @@ def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_EL
 
 
 def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
-    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small."""
+    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small.
+
+    Raises ConfigError, with nothing changed, if an open trainer uses the model.
+    """
+    model.check_free()
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
     owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in layout.trainable}
     borrowed = tuple(

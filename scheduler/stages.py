@@ -277,20 +277,51 @@ class HeadStage(Stage):
         with self._running(), self._stack.injecting(self._model, values, batch["input_ids"]):
             output = self._model(**model_inputs(batch))
         logits: torch.Tensor = output.logits
-        return logits
+        return logits.contiguous()  # some are a view of more, which no loss takes
 
 
 class StagedModel:
     """A causal LM cut into stages. Made by :func:`split`; the model's weights are absent."""
 
-    def __init__(self, model: PreTrainedModel, stages: tuple[Stage, ...], aliases: dict[str, str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stack: Stack, stages: tuple[Stage, ...], aliases: dict[str, str]
+    ) -> None:
         self.model = model
+        self._stack = stack
         self.config = model.config
         #: ``embed``, the layers in the order of the forward, ``head``.
         self.stages = stages
         #: Canonical name of each further name that ``state_dict()`` has for a shared tensor.
         self.aliases = aliases
+        self._in_use = False
         self._by_name = {spec.name: (stage, spec) for stage in stages for spec in stage.tensors}
+
+    def take(self) -> None:
+        """Note that a trainer has put its gradient hooks on the stages' Parameters. Raises as `check_free`."""
+        self.check_free()
+        self._in_use = True
+
+    def give_back(self) -> None:
+        """The trainer is closed."""
+        self._in_use = False
+
+    def check_free(self) -> None:
+        """Raise ConfigError if a trainer that is open uses the stages: sizing them would remove its gradient hooks."""
+        if self._in_use:
+            raise ConfigError(
+                f"{type(self.model).__name__}: an open trainer uses this staged model; close the trainer first, or "
+                "split a second model"
+            )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """The model's forward does not use its ``loss_function``: it would give another loss than what is trained."""
+        return self._stack.has_own_loss
+
+    @property
+    def layer_modules(self) -> tuple[nn.Module, ...]:
+        """The module behind each layer stage; one that the model calls twice is here twice."""
+        return self._stack.layers
 
     @property
     def embed(self) -> EmbedStage:
@@ -365,7 +396,7 @@ def split(model: PreTrainedModel) -> StagedModel:
             stages[other]._borrowed[name] = weight
         weight.put(weight.absent)
     logger.debug("%s: %d layers, %d tied names", type(model).__name__, len(stack.layers), len(aliases))
-    return StagedModel(model, tuple(stages), aliases)
+    return StagedModel(model, stack, tuple(stages), aliases)
 
 
 def _weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:
