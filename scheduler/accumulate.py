@@ -51,7 +51,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, target: Target, block: Tensor) -> Tensor:
         ctx.save_for_backward(source, weight)
         ctx.target, ctx.block = target, block
-        return torch.nn.functional.linear(source, weight, bias)
+        output = torch.nn.functional.linear(source, weight, bias)
+        # A view made in here must not be changed in place, which some models do; this is the same memory and no view.
+        return output if output._base is None else torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, Tensor | None, None, None]:

@@ -6,7 +6,7 @@ Where the values come from is the caller's: transformers' initialisation (`stage
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import zip_longest
 from pathlib import Path
@@ -119,7 +119,8 @@ def _fill(
         stage_places.frozen.zero_()
         owned = stage_places.stored()
         source(stage, owned, places.gradient_region if overlaps else places.ring)
-        refuse_non_finite(owned)
+        buffers = {placed.spec.name for placed in setup.layouts[stage.index].frozen if not placed.spec.is_weight}
+        refuse_non_finite(owned, may_be_infinite=buffers)
 
     def advance(num_elements: int) -> None:
         nonlocal done
@@ -156,13 +157,17 @@ def _zero_gaps(weights: Tensor, layout: StageLayout) -> None:
     weights[end:].zero_()
 
 
-def refuse_non_finite(values: Mapping[str, Tensor]) -> None:
-    """Raise ModelError, naming the tensor, if a floating-point one holds NaN or infinity. Takes no memory."""
+def refuse_non_finite(values: Mapping[str, Tensor], *, may_be_infinite: Collection[str] = ()) -> None:
+    """Raise ModelError, naming the tensor, if a floating-point one holds NaN or infinity. Takes no memory.
+
+    Of those that ``may_be_infinite`` (bounds in buffers are) only NaN is refused.
+    """
     for name, value in values.items():
         if not value.is_floating_point() or not value.numel():
             continue
         # One pass; NaN counts as the least and the greatest.
-        if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(value)):
+        extremes = [extreme.item() for extreme in torch.aminmax(value)]
+        if any(math.isnan(extreme) or (math.isinf(extreme) and name not in may_be_infinite) for extreme in extremes):
             raise ModelError(f"weights: {name} holds NaN or infinity; repair the checkpoint and import it again")
 
 

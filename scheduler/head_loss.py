@@ -14,10 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hoist.scheduler.batches import Batch
 from hoist.scheduler.boundary import as_leaves, keep_gradients
 from hoist.scheduler.context import Context
 from hoist.scheduler.head_probe import shifted_labels
-from hoist.scheduler.stages import Batch, HeadStage, as_carried
+from hoist.scheduler.stages import HeadStage, as_carried
 
 #: A slice's logits may take this much as float32, if nothing else is asked for,
 SLICE_BYTES = 32 * 2**20

@@ -64,7 +64,7 @@ def build_model(
         if getattr(config, flag, False):
             setattr(config, flag, False)
     if dropout is not None:
-        _set_dropout(config, dropout)
+        set_dropout(config, dropout)
     model = _construct(config, attention, dtype)
     model.train()
     for module in model.modules():
@@ -212,11 +212,11 @@ def _construct(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
     raise AssertionError("the last implementation either returns or raises")
 
 
-def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
+def set_dropout(config: PreTrainedConfig, probability: float) -> None:
     """Set every dropout probability of ``config`` and of the configs within it."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _set_dropout(value, probability)
+            set_dropout(value, probability)
         elif isinstance(value, int | float) and not isinstance(value, bool) and "drop" in name:
             skips_layers = "layerdrop" in name or "layer_drop" in name or "drop_path" in name
             if probability == 0.0 or not skips_layers:

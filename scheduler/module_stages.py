@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hoist.scheduler.batches import Batch, Batches
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import Location, absent, make_absent, private_rng, shared_locations, stage_seed
-from hoist.scheduler.stages import Batch, EmbedStage, HeadStage, LayerStage, Stage, StagedModel, make_weight
+from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, make_weight
 
 #: Names of what a micro-batch holds.
 INPUTS, TARGETS = "inputs", "targets"
@@ -85,6 +86,7 @@ class _Values:
 class _ModuleStage(Stage):
     """What the three kinds of module stages share. Their forward is the module's call."""
 
+    is_known_by_shape = False
     _module: nn.Module
     _initial: _Values
 
@@ -184,26 +186,14 @@ class _NoBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class ModuleModel(StagedModel):
-    """A list of modules cut into stages, one a module. Made by :func:`stage_modules`; the weights are absent."""
+class ModuleBatches(Batches):
+    """What a list of modules is fed: inputs and targets like an example's."""
 
-    def __init__(
-        self,
-        modules: _Modules,
-        stages: tuple[Stage, ...],
-        aliases: dict[str, str],
-        *,
-        example: Mapping[str, Tensor],
-        count: Count,
-        initial: _Values,
-    ) -> None:
-        untyped: Any = modules  # what reads a StagedModel's model knows of these modules only that they are some
-        super().__init__(untyped, stages, aliases)
+    def __init__(self, example: Mapping[str, Tensor], count: Count) -> None:
         self._example = {name: torch.empty_like(tensor, device="meta") for name, tensor in example.items()}
         self._count = count
-        self._initial = initial
 
-    def largest_batch(self, config: TrainerConfig) -> dict[str, Tensor]:
+    def largest(self, config: TrainerConfig) -> dict[str, Tensor]:
         """Zeros of the largest shape that a micro-batch may have: the example's, with ``micro_batch_size`` rows."""
         rows = config.micro_batch_size
         return {
@@ -211,12 +201,12 @@ class ModuleModel(StagedModel):
         }
 
     def num_tokens(self, batch: Batch) -> int:
-        """What a micro-batch counts as in the metrics: whole-number inputs each, else rows."""
+        """Whole-number inputs each, else rows."""
         inputs = batch[INPUTS]
         return len(inputs) if inputs.is_floating_point() else inputs.numel()
 
     def check(self, micro_batches: Sequence[Batch], config: TrainerConfig) -> int:
-        """What counts in a step. Raises ConfigError on micro-batches that the buffers were not made for."""
+        """What the user's count makes of a step's targets. Raises ConfigError as the contract says."""
         num_items = 0
         for index, batch in enumerate(micro_batches):
             if batch.keys() != self._example.keys():
@@ -233,6 +223,23 @@ class ModuleModel(StagedModel):
         if num_items <= 0:
             raise ConfigError(f"{TARGETS}: nothing in this step counts; there is nothing to learn from")
         return num_items
+
+
+class ModuleModel(StagedModel):
+    """A list of modules cut into stages, one a module. Made by :func:`stage_modules`; the weights are absent."""
+
+    def __init__(
+        self,
+        modules: _Modules,
+        stages: tuple[Stage, ...],
+        aliases: dict[str, str],
+        *,
+        batches: ModuleBatches,
+        initial: _Values,
+    ) -> None:
+        untyped: Any = modules  # what reads a StagedModel's model knows of these modules only that they are some
+        super().__init__(untyped, stages, aliases, batches=batches)
+        self._initial = initial
 
     def drop_initial_values(self) -> None:
         """Let go of the values that the modules had: the store has them, or others that are newer."""
@@ -315,7 +322,9 @@ def stage_modules(
     for module in {id(module): module for module in container}.values():
         mine = [stage for stage, other in zip(stages, container, strict=True) if other is module]
         module.register_forward_pre_hook(_Guard(mine))
-    return ModuleModel(container, tuple(stages), aliases, example=example, count=count, initial=initial)
+    return ModuleModel(
+        container, tuple(stages), aliases, batches=ModuleBatches(example, count), initial=initial
+    )
 
 
 def _check_loss(loss: Loss) -> None:

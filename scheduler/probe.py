@@ -9,7 +9,7 @@ import logging
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,8 @@ class Stack:
     """The code after the last layer changes tensors in place, which autograd's leaves do not take."""
     without_gradients: frozenset[tuple[int, int]]
     """Torch calls between layers that the model makes with gradients disabled: segment, number within it."""
+    has_own_loss: bool = False
+    """The model's forward does not use its ``loss_function``."""
     weights: tuple[frozenset[str], ...]
     """Per call, the weights that the code before it uses, as far as it is replayed with the layer."""
 
@@ -315,9 +317,8 @@ def find_stack(model: PreTrainedModel) -> Stack:
             faults.append(f"{fault} (layers: {path})")
             logger.debug("%s: %s", name, faults[-1], exc_info=True)
             continue
-        _refuse_bidirectional(name, stack)
-        _check_loss(model, stack)
-        return stack
+        _refuse_bidirectional(model, stack)
+        return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
     raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}")
 
@@ -387,6 +388,8 @@ class _Probe:
         into_head = prune(after, set() if made is None else {made})[1]
         if not any(value.kind == "layer" and value.number == last - 1 for value in into_head):
             raise ModelError(f"{self._owner}: the logits do not depend on what the last layer returns")
+        if not self._answers[-1].grad:
+            raise ModelError(f"{self._owner}: it runs its layers without autograd, in a function of its own")
         found = flow(self._calls, tape.entries, into_head)
         if not all(found.boundaries):
             raise ModelError(f"{self._owner}: layer {found.boundaries.index(())} is given no hidden state")
@@ -577,10 +580,10 @@ def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
     return ids.view(_PROBE_ROWS, _PROBE_TOKENS)
 
 
-def _check_loss(model: PreTrainedModel, stack: Stack) -> None:
-    """Say so if the model's forward does not use its ``loss_function``, as then the loss here is not that of the model.
+def _has_own_loss(model: PreTrainedModel, stack: Stack) -> bool:
+    """Whether the model's forward does not use its ``loss_function``, as then the loss here is not that of the model.
 
-    Some such models do not shift the labels, and none can average over a whole step.
+    It is said. Some such models do not shift the labels, and none can average over a whole step.
     """
     calls: list[torch.Tensor] = []
 
@@ -606,11 +609,26 @@ def _check_loss(model: PreTrainedModel, stack: Stack) -> None:
             "%s has a loss of its own, not by its loss_function; trained is the cross-entropy of the shifted labels",
             type(model).__name__,
         )
+    return not calls
 
 
-def _refuse_bidirectional(owner: str, stack: Stack) -> None:
+#: Families that are not causal though nothing in their attention says so: model type, config field that must be true.
+_CAUSAL_IF: Mapping[str, str | None] = {"xlm": "causal", "xlnet": None}
+
+
+def _refuse_bidirectional(model: PreTrainedModel, stack: Stack) -> None:
     """Refuse an encoder: its attention says that it is not causal, and a token would see its own label."""
+    owner = type(model).__name__
     flags = [getattr(module, "is_causal", None) for layer in stack.layers for module in layer.modules()]
     causal = [flag for flag in flags if isinstance(flag, bool)]
-    if causal and not any(causal):
-        raise ModelError(f"{owner}: its attention is not causal (an encoder); only causal LMs can be staged")
+    if causal and not any(causal) and not getattr(model.config, "is_decoder", False):
+        raise ModelError(
+            f"{owner}: its attention is not causal (an encoder); only causal LMs can be staged, so set is_decoder to "
+            "true in the config if it has that"
+        )
+    kind = model.config.model_type
+    if kind in _CAUSAL_IF:
+        field = _CAUSAL_IF[kind]
+        if field is None or not getattr(model.config, field, False):
+            hint = f"; set {field} to true in the config" if field else ""
+            raise ModelError(f"{owner}: its attention is not causal, and a token would see its own label{hint}")

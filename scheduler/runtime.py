@@ -155,6 +155,7 @@ class Runtime:
             Kind.SPILL_GRADIENT: self._spill_gradient,
             Kind.FETCH_GRADIENT: self._fetch_gradient,
         }
+        model.take()
         self._direct = self._direct_gradients()
 
     # ------------------------------------------------------------------ the executor's side
@@ -185,12 +186,13 @@ class Runtime:
             self._read_check.end(step)
 
     def release(self) -> None:
-        """Let go of the buffers: no op may follow."""
+        """Let go of the buffers and of the model: no op may follow."""
         for stage in self._stages:
             stage.unbind(forget=True)
         self._bound.clear()
         self._direct.clear()
         self._steps.clear()
+        self._model.give_back()
 
     def run(self, op: Op, step: int) -> None:
         """Carry out a copy, compute, optim or commit op."""

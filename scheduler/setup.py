@@ -142,8 +142,11 @@ def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_EL
 
 
 def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
-    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small, and ModelError if
-    nothing is trainable."""
+    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small.
+
+    Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model.
+    """
+    model.check_free()
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
     fixed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.frozen}
@@ -157,7 +160,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
-    batch = workspace.largest_batch(model, config)
+    batch = model.batches.largest(config)
     found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks

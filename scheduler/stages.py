@@ -10,12 +10,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hoist.scheduler.batches import Batch, Batches, TokenBatches
 from hoist.scheduler.context import Context, Value, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
@@ -26,8 +27,6 @@ from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-#: What a step feeds: input_ids and labels, int64 [B, S]; attention_mask [B, S] and other model inputs as needed.
-Batch = Mapping[str, torch.Tensor]
 
 #: What passes from one stage to the next: a hidden state, [B, S, H], or where a model hands on more than that, a tuple
 #: with all of it (the Any: most callers know their model).
@@ -73,6 +72,9 @@ class Stage:
 
     Stages of one model share its modules: at most one of them runs at a time, on one thread.
     """
+
+    #: Two stages of one class with equal tensors, given the same, need the same workspace. Modules may do anything.
+    is_known_by_shape: ClassVar[bool] = True
 
     def __init__(self, index: int, name: str, model: PreTrainedModel, stack: Stack) -> None:
         #: Position in the model, from 0.
@@ -325,20 +327,53 @@ class HeadStage(Stage):
         with self._running(), self._stack.injecting(self._model, values, batch["input_ids"]):
             output = self._model(**model_inputs(batch))
         logits: torch.Tensor = output.logits
-        return logits
+        return logits.contiguous()  # some are a view of more, which no loss takes
 
 
 class StagedModel:
     """A causal LM cut into stages. Made by :func:`split`; the model's weights are absent."""
 
-    def __init__(self, model: PreTrainedModel, stages: tuple[Stage, ...], aliases: dict[str, str]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stages: tuple[Stage, ...],
+        aliases: dict[str, str],
+        *,
+        batches: Batches,
+        layer_modules: tuple[nn.Module, ...] = (),
+        has_own_loss: bool = False,
+    ) -> None:
         self.model = model
+        #: What a step may be fed.
+        self.batches = batches
+        #: The module behind each layer stage; one that the model calls twice is here twice.
+        self.layer_modules = layer_modules
+        #: The model's forward does not use its ``loss_function``: it would give another loss than what is trained.
+        self.has_own_loss = has_own_loss
         self.config = model.config
         #: ``embed``, the layers in the order of the forward, ``head``.
         self.stages = stages
         #: Canonical name of each further name that ``state_dict()`` has for a shared tensor.
         self.aliases = aliases
+        self._in_use = False
         self._by_name = {spec.name: (stage, spec) for stage in stages for spec in stage.tensors}
+
+    def take(self) -> None:
+        """Note that a trainer has put its gradient hooks on the stages' Parameters. Raises as `check_free`."""
+        self.check_free()
+        self._in_use = True
+
+    def give_back(self) -> None:
+        """The trainer is closed."""
+        self._in_use = False
+
+    def check_free(self) -> None:
+        """Raise ConfigError if a trainer that is open uses the stages: sizing them would remove its gradient hooks."""
+        if self._in_use:
+            raise ConfigError(
+                f"{type(self.model).__name__}: an open trainer uses this staged model; close the trainer first, or "
+                "split a second model"
+            )
 
     @property
     def embed(self) -> EmbedStage:
@@ -444,7 +479,14 @@ def split(model: PreTrainedModel) -> StagedModel:
         weight.put(weight.absent)
     head.probe()
     logger.debug("%s: %d layers, %d tied names", type(model).__name__, len(stack.layers), len(aliases))
-    return StagedModel(model, tuple(stages), aliases)
+    return StagedModel(
+        model,
+        tuple(stages),
+        aliases,
+        batches=TokenBatches(model),
+        layer_modules=stack.layers,
+        has_own_loss=stack.has_own_loss,
+    )
 
 
 def make_weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -> _Weight:

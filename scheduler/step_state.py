@@ -6,16 +6,14 @@ Lanes change it as `runtime.py` and `updates.py` say; the next step may begin be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hoist.scheduler.batches import Batch
 from hoist.scheduler.boundary import Packed
 from hoist.scheduler.context import Context
-
-#: A micro-batch: what the model's forward takes by name.
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,6 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
+from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
@@ -27,12 +27,11 @@ from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
-from hoist.scheduler.step_state import Batch, StepState
+from hoist.scheduler.step_state import StepState
 from hoist.tiers import heap
 from hoist.tiers.commit import CommitStatistics
 from hoist.tiers.errors import StoreRefusedError
@@ -223,12 +222,6 @@ class Trainer:
             raise StoreRefusedError(f"{store.directory}: nothing was ever committed; create the store again")
         check_slots(store.directory, store.num_slots, config)
         self.config = config
-        #: What a micro-batch may hold: what the model's forward takes by name.
-        self._batch_keys = frozenset(inspect.signature(model.model.forward).parameters) | {"labels"}
-        #: Token ids that the model has an embedding for; modules say themselves what they take.
-        self._vocab_size = (
-            0 if isinstance(model, ModuleModel) else int(model.config.get_text_config(decoder=True).vocab_size)
-        )
         self._model = model
         self._store = store
         self._engine = engine
@@ -416,7 +409,7 @@ class Trainer:
             return EvalMetrics(
                 loss=float(torch.stack(state.losses).sum()),
                 counted=num_items,
-                tokens=sum(map(self._num_tokens, micro_batches)),
+                tokens=sum(map(self._model.batches.num_tokens, micro_batches)),
                 seconds=time.perf_counter() - started,
                 nvme_read_bytes=now.read_bytes - moved.read_bytes,
                 nvme_written_bytes=now.written_bytes - moved.written_bytes,
@@ -538,54 +531,7 @@ class Trainer:
                 f"micro_batches: {len(micro_batches)} given, "
                 f"1 to {config.num_micro_batches} (num_micro_batches) allowed"
             )
-        if isinstance(self._model, ModuleModel):
-            return self._model.check(micro_batches, config)
-        num_items = 0
-        for index, batch in enumerate(micro_batches):
-            missing = {"input_ids", "labels"} - batch.keys()
-            unknown = batch.keys() - self._batch_keys
-            if missing or unknown:
-                fault = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
-                raise ConfigError(
-                    f"micro-batch {index}: {fault}; input_ids and labels are needed, allowed are also "
-                    f"{', '.join(sorted(self._batch_keys - {'input_ids', 'labels'}))}"
-                )
-            ids, labels = batch["input_ids"], batch["labels"]
-            if ids.dim() != 2 or ids.shape != labels.shape:
-                raise ConfigError(
-                    f"micro-batch {index}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
-                    "must be [B, S] alike"
-                )
-            for name in batch.keys() & {"attention_mask", "position_ids"}:
-                if batch[name].shape != ids.shape:
-                    raise ConfigError(
-                        f"micro-batch {index}: {name} {tuple(batch[name].shape)} must be like input_ids "
-                        f"{tuple(ids.shape)}"
-                    )
-            if ids.shape[0] > config.micro_batch_size or ids.shape[1] > config.seq_len or 0 in ids.shape:
-                raise ConfigError(
-                    f"micro-batch {index}: shape {tuple(ids.shape)} does not fit {config.micro_batch_size} rows of "
-                    f"{config.seq_len} tokens (micro_batch_size, seq_len)"
-                )
-            self._check_ids(f"micro-batch {index}: input_ids", ids)
-            counted = labels[labels != IGNORED_LABEL]
-            self._check_ids(f"micro-batch {index}: labels", counted)
-            num_items += int((labels[:, 1:] != IGNORED_LABEL).sum())
-        if not num_items:
-            raise ConfigError("labels: the step has no counted label to learn from; all are -100")
-        return num_items
-
-    def _check_ids(self, what: str, ids: torch.Tensor) -> None:
-        if ids.dtype != torch.int64:
-            raise ConfigError(f"{what} are {ids.dtype}; they must be torch.int64")
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size):
-            raise ConfigError(
-                f"{what} go from {int(ids.min())} to {int(ids.max())}; the model has 0 to {self._vocab_size - 1}"
-            )
-
-    def _num_tokens(self, batch: Batch) -> int:
-        model = self._model
-        return model.num_tokens(batch) if isinstance(model, ModuleModel) else batch["input_ids"].numel()
+        return self._model.batches.check(micro_batches, config)
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
         key = num_micro_batches, self._pending
@@ -666,7 +612,7 @@ class Trainer:
             clip_scale=0.0 if state.skipped else state.scale,
             skipped_steps=self._counters.skipped_steps,
             lr=state.lr,
-            tokens=sum(map(self._num_tokens, state.batches)),
+            tokens=sum(map(self._model.batches.num_tokens, state.batches)),
             seconds=stopped - started,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,

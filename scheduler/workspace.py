@@ -7,7 +7,6 @@ Every storage is counted from its creation to its end. Kernels' private scratch 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.boundary import Packed, pack, packed_bytes
-from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context, TensorRef, Value, leaves
-from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss
 from hoist.scheduler.models import private_rng
-from hoist.scheduler.module_stages import MiddleModule, ModuleModel
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple
 from hoist.tiers.heap import OWN_MAPPING_BYTES
 
@@ -99,29 +95,6 @@ class _LiveBytes(TorchDispatchMode):
             self.heap_bytes -= num_bytes
 
 
-def largest_batch(model: StagedModel, config: TrainerConfig) -> dict[str, Tensor]:
-    """A micro-batch of the largest shape with everything that one may have, so that all masks there can be are made.
-
-    Raises ConfigError if the model's forward takes no such input.
-    """
-    if isinstance(model, ModuleModel):
-        return model.largest_batch(config)
-    shape = (config.micro_batch_size, config.seq_len)
-    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
-    known = inspect.signature(model.model.forward).parameters
-    for name in config.extra_inputs:
-        if name not in known or name not in ("attention_mask", "position_ids"):
-            raise ConfigError(f"extra_inputs: {type(model.model).__name__} takes no {name}")
-        batch[name] = torch.ones(shape, dtype=torch.int64)
-        if name == "attention_mask":
-            batch[name][:, -1] = 0  # models leave a mask of ones out
-        else:
-            half = config.seq_len // 2  # two documents, as a single one needs no mask
-            positions = torch.cat([torch.arange(half), torch.arange(config.seq_len - half)])
-            batch[name] = positions.expand(shape).contiguous()
-    return batch
-
-
 def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0) -> Workspaces:
     """Find the workspace of every stage for a micro-batch shaped like ``batch`` (its values do not matter).
 
@@ -146,7 +119,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     first = model.first_trained
     live += 4 * packed_bytes(entering) if first == 0 else 0
     found = [_Peaks(live, live)]
-    if isinstance(model, ModuleModel):  # the first one may be anything
+    if not embed.is_known_by_shape:
         found = [_measure_stage(model, embed, (), batch, context, 0 if first == 0 else -1)[0]]
     boundary_bytes = packed_bytes(entering)
     known: dict[object, tuple[_Peaks, tuple[Packed, ...]]] = {}
@@ -184,8 +157,8 @@ def _absent_like(model: StagedModel, name: str) -> Tensor:
 
 def _signature(stage: Stage, context: Context, entering: Sequence[Packed]) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
-    if isinstance(stage, MiddleModule):
-        return stage.index  # modules with the same weights may still do other things with them
+    if not stage.is_known_by_shape:
+        return stage.index
     shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
@@ -216,7 +189,7 @@ def _measure_head(
     given = [torch.empty(place.shape, dtype=place.dtype, device="meta") for place in entering]
     cut = HeadLoss(model.head, slice_tokens=loss_slice_tokens).parts(given)
     if len(cut) == 1:
-        if not model.head.token_wise_width and not isinstance(model, ModuleModel):
+        if not model.head.token_wise_width and model.head.is_known_by_shape:
             _tell_of_whole_logits(model, batch["input_ids"].numel())
         return _measure_stage(model, model.head, entering, batch, context, passes)[0]
     largest = max(cut, key=lambda part: part.of(batch["labels"]).numel())

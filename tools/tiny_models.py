@@ -1,7 +1,7 @@
 """Tiny configs of every causal LM that transformers knows: its own config class, with sizes cut down.
 
-Generic, by the names of config fields; what a family needs besides is in `HINTS`. Building models is not done here but
-in `hoist.scheduler.models`, trying them in `sweep_models.py`.
+Generic, by the names of config fields; what a family needs besides is in `HINTS`. Building the models is not done here
+but in `hoist.scheduler.models`, trying them in `sweep_models.py`.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ HINTS: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3n_text": {
@@ -143,17 +147,18 @@ HINTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "layer_types": _GEMMA},
     "gemma4_unified_text": {"num_hidden_layers": 5, "layer_types": _GEMMA},
     "gemma4": {"text_config": {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "layer_types": _GEMMA}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma4_unified": {"text_config": {"num_hidden_layers": 5, "layer_types": _GEMMA}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
-        "is_decoder": True, "axial_pos_shape": (4, 16), "axial_pos_embds_dim": (16, 16), "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4, "attn_layers": ["local", "lsh", "local", "lsh"], "num_buckets": 4,
+        "is_decoder": True, "axial_pos_embds": False, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
+        "attn_layers": ["local", "lsh", "local", "lsh"], "num_buckets": 4,
     },
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _ZAMBA, "num_hidden_layers": 6},
@@ -165,7 +170,7 @@ def causal_lm_types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str, *, dropout: float | None = None) -> PreTrainedConfig:
+def tiny_config(model_type: str) -> PreTrainedConfig:
     """A config of ``model_type`` with a few thousand parameters. Raises whatever its class does on sizes it refuses."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -189,7 +194,7 @@ def _overrides(kind: type[PreTrainedConfig], hints: Mapping[str, Any]) -> dict[s
                     chosen[name] = nested
                     continue
                 chosen[name] = _overrides(inner, nested) | {"model_type": inner.model_type}
-        elif name == "is_decoder":
+        elif name in ("is_decoder", "causal"):
             chosen[name] = True  # encoders see the labels that they are to learn
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             chosen[name] = min(value, SIZES[name]) if value > 0 else value

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hoist.scheduler.config import Order
@@ -77,6 +78,40 @@ def test_equals_the_model_that_keeps_its_activations(family: str, plan: Order, t
     expected = reference(family, 3, 4)
     assert_identical(got, expected)
     assert expected.losses != train_reference(tiny_config(family), make_steps(3, 4), Recipe()).losses  # masks matter
+
+
+class Wavering(nn.Module):
+    """A layer that is skipped at random, and does something else for some hidden states."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        if bool(torch.rand(()) < 0.5):
+            return hidden_states
+        output: torch.Tensor = self.inner(hidden_states, **kwargs)
+        return output * self.scale if float(output.detach().sum()) > 0 else output
+
+
+def wavering_layers(model: PreTrainedModel) -> None:
+    layers = model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    for number in range(len(layers)):
+        layers[number] = Wavering(layers[number])
+
+
+def test_layers_that_are_skipped_at_random_or_branch_on_what_they_compute(tmp_path: Path) -> None:
+    recipe = Recipe(alter=wavering_layers)
+    steps = make_steps(10, 1)
+    got = train(tmp_path / "store", tiny_config("llama"), steps, recipe, Engine())
+    expected = train_reference(tiny_config("llama"), steps, recipe, before_micro_batch=SeededStages(0))
+    assert got.losses == expected.losses
+    assert_identical_states(got.states, expected.states)
+    counts = set(expected.states.adam_steps.values())
+    assert min(counts) < 10  # some steps gave some layers no gradient
+    assert max(counts) == 10
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:

@@ -16,10 +16,13 @@ import torch
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.setup import prepare
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import HoistError, TransferError
 from hoist.tools.opening import open_trainer
 from tests.support.models import reference_model, tiny_config
+from tests.support.training import Engine as SmallEngine
+from tests.support.training import make_steps, trainer_on
 
 Batch = dict[str, torch.Tensor]
 NUM_STEPS = 4
@@ -148,6 +151,20 @@ def test_settings_of_another_type_are_refused(wrong: dict[str, Any], trainer: Tr
     (name,) = wrong
     with pytest.raises(ConfigError, match=rf"{name}: .* is not a (whole )?number"):
         replace(trainer.config, **wrong)
+
+
+def test_a_model_cannot_be_sized_while_its_trainer_is_open(tmp_path: Path) -> None:
+    """Sizing lets go of the Parameters, and with them of the trainer's gradient hooks: it would train on unchanged."""
+    with trainer_on(tmp_path / "store", tiny_config("llama"), make_steps(2, 2), SmallEngine()) as trainer:
+        staged = trainer._runtime._model
+        first = trainer.step(make_steps(2, 2)[0])
+        with pytest.raises(ConfigError, match="LlamaForCausalLM: an open trainer uses this staged model; close the"):
+            prepare(staged, trainer._store.layouts, trainer.config)
+        second = trainer.step(make_steps(2, 2)[1])
+        assert second.grad_norm > 0
+        assert first.grad_norm > 0
+        layouts, config = trainer._store.layouts, trainer.config
+    assert prepare(staged, layouts, config).memory.need_bytes <= config.host_memory_bytes
 
 
 def test_a_closed_trainer_says_so(trainer: Trainer) -> None:

@@ -288,7 +288,7 @@ def test_the_workspace_of_every_module_counts() -> None:
     """The first and the middle ones are measured each by itself, on fake tensors."""
     wide = nn.Sequential(nn.Linear(WIDTH, 50 * WIDTH), nn.GELU(), nn.Linear(50 * WIDTH, WIDTH))
     first, block, middle, last = modules()
-    found = workspace.measure(model := staged([first, block, wide, middle, last]), model.largest_batch(config()))
+    found = workspace.measure(model := staged([first, block, wide, middle, last]), model.batches.largest(config()))
     assert found.stages[2] > 4 * ROWS * 50 * WIDTH * 3
     assert found.stages[2] > 10 * max(found.stages[1], found.stages[3])
     assert found.boundary_bytes == 4 * ROWS * WIDTH

@@ -18,12 +18,14 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.config import Order
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from tests.support.models import FAMILIES, num_counted, reference_model, tiny_config
 from tests.support.training import (
     Engine,
     Outcome,
     Recipe,
     assert_identical,
+    assert_identical_states,
     assert_nvme_was_used,
     make_steps,
     torch_threads,
@@ -120,6 +122,57 @@ def test_many_micro_batches_equal_sums_made_apart(
     engine = Engine(plan=plan, budget_factor=budget_factor)
     got = train(tmp_path / "store", config, make_steps(3, 3), recipe_for(family), engine)
     assert_identical(got, train_with_sums_apart(config, 3, 3, recipe_for(family)))
+
+
+def one_layer_for_all(model: PreTrainedModel) -> None:
+    """As in ALBERT: every entry of the list is the first layer."""
+    layers = model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    for number in range(1, len(layers)):
+        layers[number] = layers[0]
+
+
+@pytest.mark.parametrize(("plan", "budget_factor"), [("vertical", 1.0), ("vertical", 50.0), ("horizontal", 1.0)])
+def test_a_layer_used_three_times_sums_its_gradients_and_is_updated_once(
+    plan: Order, budget_factor: float, tmp_path: Path
+) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe(alter=one_layer_for_all)
+    got = train(
+        tmp_path / "store", config, make_steps(3, 1), recipe, Engine(plan=plan, budget_factor=budget_factor)
+    )
+    expected = train_reference(config, make_steps(3, 1), recipe)
+    assert got.losses == expected.losses
+    assert got.states.adam_steps == expected.states.adam_steps
+    assert_identical_states(got.states, expected.states)
+
+
+def test_a_layer_used_three_times_with_many_micro_batches(tmp_path: Path) -> None:
+    """Sums in another order than torch's: gradients are within the bound of two orders, seen in one step's exp_avg."""
+    adam = AdamWHyperparameters(lr=1e-2, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
+    recipe = Recipe(alter=one_layer_for_all, hyperparameters=adam)
+    config = tiny_config("llama")
+    got = train(tmp_path / "store", config, make_steps(1, 3), recipe, Engine())
+    expected = train_reference(config, make_steps(1, 3), recipe)
+    assert got.losses == expected.losses
+    for name, gradient in expected.states.exp_avg.items():
+        torch.testing.assert_close(got.states.exp_avg[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def with_bias(model: PreTrainedModel) -> None:
+    """Give the head, whose weight is the embedding's, a bias of its own."""
+    head = model.get_output_embeddings()
+    head.bias = nn.Parameter(torch.linspace(-1, 1, head.weight.shape[0]))
+
+
+def test_a_tied_head_with_a_bias_and_an_embedding_of_many_chunks(tmp_path: Path) -> None:
+    config = tiny_config("llama", tied=True)
+    recipe = Recipe(alter=with_bias)
+    engine = Engine(max_chunk_elements=CHUNK_QUANTUM_ELEMENTS)  # 4096 elements; the embedding has 32,192
+    got = train(tmp_path / "store", config, make_steps(3, 1), recipe, engine)
+    assert_identical(got, train_reference(config, make_steps(3, 1), recipe))
+    assert got.states.weights["model.embed_tokens.weight"].numel() > 7 * CHUNK_QUANTUM_ELEMENTS
+    assert got.updates()["lm_head.bias"].abs().max() > 0
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_masks_are_counted(family: str, name: str) -> None:
     staged = split(build_model(CONFIGS[family], attention=attention))
     config = trainer_config(Recipe(), Engine(), [[{**batch_of(0), name: torch.ones(ROWS, TOKENS)}]], 2**30)
     assert config.extra_inputs == (name,)
-    largest = workspace.largest_batch(staged, config)
+    largest = staged.batches.largest(config)
     assert largest.keys() == {"input_ids", "labels", name}
     found = workspace.measure(staged, largest)
     one_mask_bytes = ROWS * TOKENS * TOKENS * (1 if attention == "sdpa" else 4)
