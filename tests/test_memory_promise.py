@@ -138,12 +138,13 @@ def test_logits_of_a_large_vocabulary_never_exist_whole(directory: Path, tokens:
     assert used.losses[0] == pytest.approx(math.log(task.vocab), abs=0.1)
 
 
-def test_a_frozen_base_of_many_budgets_gets_adapters(directory: Path) -> None:
+@pytest.mark.slow
+def test_a_frozen_base_larger_than_the_budget_gets_adapters(directory: Path) -> None:
     """Made, exported in bfloat16, imported, trained with adapters, resumed and merged: in the smallest budget."""
     task = Task(directory=str(directory), hidden=256, layers=24, vocab=2048, tokens=32, micro_batches=2, steps=2)
     used, peak = run(replace(task, lora_rank=4, resumed_steps=1, export=True))
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
-    assert used.states >= 3 * used.budget
+    assert used.states >= 2 * used.budget
     assert 0 < used.kept < used.budget // 2
     assert peak <= used.allowed
     assert all(math.isfinite(loss) for loss in used.losses)

@@ -23,7 +23,8 @@ from hoist.scheduler.memory import (
     piece_limit,
     smallest,
 )
-from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS
+from hoist.scheduler.plan import FROZEN_PIECE, MIN_ACTIVATION_SLOTS
+from hoist.scheduler.residency import Candidate, Keep
 from hoist.tiers.errors import BudgetError
 
 PAGE = 4096
@@ -282,3 +283,20 @@ def test_without_delay_the_vertical_order_keeps_none() -> None:
 )
 def test_piece_limit(chunks: tuple[int, ...], configured: int, expected: int) -> None:
     assert piece_limit(chunks, configured) == expected
+
+
+def test_pinned_states_stay_in_the_smallest_budget() -> None:
+    """And count in it; a limit is for the others."""
+    found = tuple(
+        Candidate(keep=keep, stage=stage, chunk=chunk, num_bytes=MIB, saved_bytes=saved * MIB)
+        for keep, stage, chunk, saved in (
+            (Keep.WEIGHTS, 1, 0, 4), (Keep.MOMENTS, 1, 0, 2), (Keep.FROZEN, 0, FROZEN_PIECE, 8),
+        )
+    )  # fmt: skip
+    plain = uniform(4)
+    pinned = replace(plain, keepable=found, num_pinned=2)
+    least = smallest(pinned)
+    assert least.need_bytes == smallest(plain).need_bytes + 2 * MIB
+    assert divide(pinned, budget_bytes=least.need_bytes, max_kept_bytes=0).num_kept == 2
+    assert divide(pinned, budget_bytes=2**34, max_kept_bytes=2 * MIB).num_kept == 2
+    assert divide(pinned, budget_bytes=2**34).num_kept == 3
