@@ -17,7 +17,15 @@ from hoist.scheduler.batches import Batch, Batches
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError, ModelError
-from hoist.scheduler.models import Location, absent, make_absent, private_rng, shared_locations, stage_seed
+from hoist.scheduler.models import (
+    Location,
+    absent,
+    is_unfilled,
+    make_absent,
+    private_rng,
+    shared_locations,
+    stage_seed,
+)
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, make_weight
 
 #: Names of what a micro-batch holds.
@@ -66,7 +74,7 @@ class _Values:
             for name, place in values.items():
                 if name in self.given:
                     place.get().copy_(self.given[name])
-        unfilled = [name for name, place in missing.items() if bool(place.get().isnan().any())]
+        unfilled = [name for name, place in missing.items() if is_unfilled(place.get())]
         if unfilled:
             raise ModelError(f"modules: {unfilled[0]} was left without initial values; fill it in init")
 
@@ -110,6 +118,12 @@ class _ModuleStage(Stage):
             for weight in self._owned.values():
                 weight.put(weight.absent)
 
+    def _refusal(self, fault: str) -> ModelError:
+        return ModelError(
+            f"modules: module {self.index} {fault}, which the backward needs once more; begin it with an "
+            "operation that makes a new tensor (inplace=False)"
+        )
+
     def _hidden(self, result: object) -> Tensor:
         if not isinstance(result, Tensor) or result.dtype != torch.float32:
             got = str(result.dtype) if isinstance(result, Tensor) else type(result).__name__
@@ -122,11 +136,9 @@ class FirstModule(_ModuleStage, EmbedStage):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Context]:
         """The first hidden state; the context is empty, as the others take nothing but that."""
-        with self._running():
+        with self._running(), self._kept([batch[INPUTS]]):
             hidden = self._hidden(self._module(batch[INPUTS]))
         return hidden, Context(tensors=(), calls=())
-
-    _model_list: Sequence[nn.Module]
 
 
 class MiddleModule(_ModuleStage, LayerStage):
@@ -136,9 +148,9 @@ class MiddleModule(_ModuleStage, LayerStage):
         """The next hidden state.
 
         Raises:
-            ModelError: it has another shape, or is no float32 tensor.
+            ModelError: it has another shape, or is no float32 tensor, or the module changes its input in place.
         """
-        with self._running():
+        with self._running(), self._kept([hidden]):
             output = self._hidden(self._module(hidden))
         if output.shape != hidden.shape:
             raise ModelError(
@@ -157,9 +169,9 @@ class LastModule(_ModuleStage, HeadStage):
         """What the micro-batch adds to the step's loss, 0-d: the user's loss over ``num_items``.
 
         Raises:
-            ModelError: the loss is no 0-d tensor.
+            ModelError: the loss is no 0-d tensor, or the module changes its input in place.
         """
-        with self._running():
+        with self._running(), self._kept([hidden]):
             output = self._module(hidden)
             with _NoBackward():
                 loss: object = self._loss(output, batch[TARGETS])
@@ -273,7 +285,7 @@ def stage_modules(
     device, which costs no memory whatever their size, are filled by ``init``, or by their module's
     ``reset_parameters``. A weight that several modules share stays shared. Parameters that need no gradient stay as
     they are (bfloat16 and float16 ones are computed with in float32); all others must be float32. A forward must not
-    change buffers (batch norm does, in training mode).
+    change buffers (batch norm does, in training mode), nor what it is given in place: it is run twice.
 
     Args:
         modules: two or more, in the order in which they run. Each is one stage: what is resident at once.
@@ -355,9 +367,7 @@ def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[Stage]:
     untyped: Any = container
     no_stack: Any = None  # where a transformers model's layers are found; these are a list already
     last = len(container) - 1
-    first = FirstModule(0, "embed", untyped, no_stack)
-    first._model_list = list(container)
-    stages: list[_ModuleStage] = [first]
+    stages: list[_ModuleStage] = [FirstModule(0, "embed", untyped, no_stack)]
     stages += [MiddleModule(n, f"layer.{n - 1}", untyped, no_stack, n - 1) for n in range(1, last)]
     head = LastModule(last, "head", untyped, no_stack)
     head._loss = loss

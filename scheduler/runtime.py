@@ -362,7 +362,7 @@ class Runtime:
                 state.contexts[op.micro_batch] = context
             elif isinstance(stage, LayerStage):
                 self._manager.need(_boundary(op, -1), op.slot)
-                sources = self._boundary_tensors(op, -1, state)
+                sources = as_leaves(self._boundary_tensors(op, -1, state), wanted=False)
                 carried = stage.forward(as_carried(sources), self._context(op, state))
             else:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
@@ -26,7 +25,7 @@ from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientEr
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
-from hoist.scheduler.models import private_rng
+from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
@@ -40,7 +39,6 @@ from hoist.tiers.io.base import IoEngine, IoStatistics
 from hoist.tiers.manager import Manager, ManagerStatistics, Residency
 from hoist.tiers.store import Store
 
-IGNORED_LABEL = -100
 #: Key of the trainer's own counters in a commit's run record.
 COUNTERS_KEY = "counters"
 
@@ -393,7 +391,7 @@ class Trainer:
             )
             self._runtime.begin_evaluation(state)
             try:
-                with _evaluating(self._model.model), private_rng():
+                with evaluating(self._model.model), private_rng():
                     self._executor.run(plan, step)
                     self._executor.drain()
             finally:
@@ -630,18 +628,6 @@ class Trainer:
 def _stored_bytes(store: Store) -> int:
     """Bytes of the store's arrays, all slots of a chunk counted as one."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Around a forward without dropout; afterwards every module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _usable(batch: Batch) -> Batch:

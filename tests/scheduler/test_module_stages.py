@@ -282,6 +282,10 @@ def test_what_nobody_fills_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a Block of stage layer\.0 was built on the meta device and has no reset_"):
         train(tmp_path / "other", staged([modules()[0], block, modules()[-1]]), 0)
     assert not (tmp_path / "other" / "COMMIT.json").exists()
+    with torch.device("meta"):
+        numbered = Numbered()
+    with pytest.raises(ModelError, match=r"0\.seen was left without initial values; fill it in init"):
+        train(tmp_path / "third", staged([numbered, *modules()[1:]]), 0)
 
 
 def test_the_workspace_of_every_module_counts() -> None:
@@ -339,6 +343,21 @@ class Counting(nn.Linear):
         return super().forward(source)
 
 
+class Numbered(nn.Linear):
+    """Has a whole-number buffer, which its ``reset_parameters`` knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__(16, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+class Doubling(nn.Linear):
+    """Changes what it is given, in place."""
+
+    def forward(self, source: Tensor) -> Tensor:
+        return super().forward(source.mul_(2.0))
+
+
 class Pair(nn.Linear):
     """Returns two tensors."""
 
@@ -352,11 +371,26 @@ class Pair(nn.Linear):
         (nn.Linear(WIDTH, 32), r"module 1 turns \(8, 64\) into \(8, 32\); those between the first and the last must"),
         (Pair(WIDTH, WIDTH), r"module 1 returns tuple; all but the last must return float32"),
         (Counting(), r"the forward changes the buffer 1\.calls"),
+        (Doubling(WIDTH, WIDTH), r"module 1 changes in place what it is given, which the backward needs once more"),
     ],
 )
 def test_modules_that_cannot_be_stages(tmp_path: Path, middle: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         train(tmp_path / "store", staged([nn.Linear(16, WIDTH), middle, nn.Linear(WIDTH, CLASSES)]))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_what_is_given_stays_as_it_is_also_where_nobody_wants_its_gradient(tmp_path: Path, position: int) -> None:
+    """Torch itself objects only where a gradient is wanted; the recomputation would begin with other numbers."""
+    made: list[nn.Module] = [nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)]
+    old = made[position]
+    assert isinstance(old, nn.Linear)
+    made[position] = Doubling(old.in_features, old.out_features)
+    for module in made[:position]:
+        module.requires_grad_(False)
+    with pytest.raises(ModelError, match=rf"module {position} changes in place what it is given"):
+        train(tmp_path / "store", staged(made))
     assert not (tmp_path / "store").exists()
 
 
