@@ -21,7 +21,8 @@ from hoist.scheduler.context import Context, Value, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
-from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
+from hoist.scheduler.probe import find_stack
+from hoist.scheduler.stack import Stack, Stop, intercepted, model_inputs
 from hoist.scheduler.tape import replay
 from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 

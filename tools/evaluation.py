@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.trainer import EvalMetrics, Trainer
+from hoist.scheduler.metrics import EvalMetrics
+from hoist.scheduler.trainer import Trainer
 from hoist.tools.rows import IGNORED_LABEL, Rows
 from hoist.tools.split import HeldOut
 

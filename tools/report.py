@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self
 
+from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
 

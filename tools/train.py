@@ -24,10 +24,11 @@ from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientErr
 from hoist.scheduler.freezing import choose_trained
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.memory import STATE_BYTES
+from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
-from hoist.scheduler.trainer import CommitTotals, StepMetrics, Trainer
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes

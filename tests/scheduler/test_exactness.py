@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import Order
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.metrics import StepMetrics
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from tests.support.models import batch_of, reference_model, tiny_config

@@ -28,11 +28,12 @@ from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
+from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Kind
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
