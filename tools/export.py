@@ -26,8 +26,8 @@ from hoist.tools.adapter_export import WEIGHTS_FILE, Merger, adapter_names, merg
 from hoist.tools.checkpoint_names import published
 from hoist.tools.errors import ExportError
 from hoist.tools.export_check import compare
-from hoist.tools.lora import ADAPTER_KEY
 from hoist.tools.model_files import (
+    ADAPTER_KEY,
     WeightTypes,
     copy_model_files,
     load_config,

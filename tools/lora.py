@@ -24,8 +24,6 @@ from hoist.scheduler.models import private_rng, shared_locations, stage_seed
 from hoist.scheduler.stages import Stage
 from hoist.tools.lora_options import ALL_LINEAR, LoraOptions
 
-#: Key of a store's attributes for what :func:`add_adapters` returns.
-ADAPTER_KEY = "adapter"
 #: What peft calls the one adapter that a model has here.
 _ADAPTER = "default"
 _BASE = ".base_layer."

@@ -33,9 +33,16 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
-from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
+from hoist.tools.lora import add_adapters, with_adapters
 from hoist.tools.lora_options import LoraOptions
-from hoist.tools.model_files import config_difference, load_config, refuse_modules, save_model_files, weight_types
+from hoist.tools.model_files import (
+    ADAPTER_KEY,
+    config_difference,
+    load_config,
+    refuse_modules,
+    save_model_files,
+    store_attributes,
+)
 from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
 
@@ -155,16 +162,7 @@ def open_trainer(
                     setup=setup,
                     engine=engine,
                     source=weights if adapter is None else with_adapters(weights, config.seed),
-                    attributes={
-                        **({} if adapter is None else {ADAPTER_KEY: adapter}),
-                        "model": {
-                            "name": source.name,
-                            "type": source.config.model_type,
-                            "attention": attention,
-                            "weights": weight_types(source).to_json(),
-                        },
-                        "optimizer": {"kind": "adamw"},
-                    },
+                    attributes=store_attributes(source, attention=attention, dropout=dropout, adapter=adapter),
                     extras=lambda folder: save_model_files(source, folder),
                     drives=measured,
                     fresh=fresh,

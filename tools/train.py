@@ -21,7 +21,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store, initialised
 from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
-from hoist.scheduler.freezing import choose_trained
+from hoist.scheduler.freezing import choose_trained, train_only
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.metrics import CommitTotals, StepMetrics
@@ -46,9 +46,17 @@ from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
-from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
+from hoist.tools.lora import add_adapters, with_adapters
+from hoist.tools.lora_options import LoraOptions
 from hoist.tools.metrics_file import MetricsFile, check_metrics_path
-from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
+from hoist.tools.model_files import (
+    ADAPTER_KEY,
+    config_difference,
+    load_config,
+    save_model_files,
+    small_bytes,
+    store_attributes,
+)
 from hoist.tools.options import AUTO, TrainOptions
 from hoist.tools.presets import PRESETS, ModelSource, load_model_source
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
@@ -141,8 +149,9 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             # Read-only, so that whatever is refused later leaves the store as it was.
             with Store.open(directory, engine=engine, writable=False) as store:
                 found, layouts, num_slots = store.record, store.layouts, store.num_slots
+                made_with = _made_with(store, options)
             assert found is not None
-            options, changed = options.resuming(found.run.get("options", {}))
+            options, changed = options.resuming(found.run.get("options", made_with))
             check_slots(directory, num_slots, options.trainer_config())
             if "options" not in found.run:
                 report.notice(
@@ -172,7 +181,9 @@ def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: St
             Store.check_creation(
                 directory,
                 layouts=layouts,
-                attributes=_attributes(options, source, adapter),
+                attributes=store_attributes(
+                    source, attention=options.attention, dropout=options.dropout, adapter=adapter
+                ),
                 num_slots=setup.num_slots,
                 scratch_bytes=setup.scratch_bytes + small_bytes(source),
                 drives=measured,
@@ -250,6 +261,15 @@ def _check_positions(options: TrainOptions, source: ModelSource) -> None:
         )
 
 
+def _made_with(store: Store, options: TrainOptions) -> Mapping[str, Any]:
+    """Options of a store that this command never trained, as far as the store itself knows them."""
+    adapter = store.attributes.get(ADAPTER_KEY)
+    if adapter is None:
+        return {}
+    stored, told = LoraOptions.of(adapter), options.lora_options()
+    return {"lora": options.lora if told is not None and told.agrees(stored) else str(stored)}
+
+
 def _staged(
     options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]
 ) -> tuple[StagedModel, Mapping[str, Any] | None]:
@@ -265,6 +285,8 @@ def _staged(
             adapter = add_adapters(model, lora, base=str(source.directory or source.name))
         else:
             choose_trained(model, train=options.train, freeze=options.freeze)
+            if layouts and not (options.train or options.freeze):  # a store made by another program says so by itself
+                train_only(model, {placed.spec.name for layout in layouts for placed in layout.trainable})
         staged = split(model)
     except ModelError as error:
         advice = "" if ";" in str(error) else "; name another model"
@@ -488,7 +510,9 @@ def _store(
                 setup=run.setup,
                 engine=engine,
                 source=run.weights,
-                attributes=_attributes(options, run.source, run.adapter),
+                attributes=store_attributes(
+                    run.source, attention=options.attention, dropout=options.dropout, adapter=run.adapter
+                ),
                 run={"options": options.remembered()},
                 extras=lambda folder: save_model_files(run.source, folder),
                 drives=run.drives,
@@ -511,20 +535,6 @@ def _undone(rows: Sequence[Rows]) -> Iterator[None]:
             if each.source.made is not None:
                 each.source.made.remove()
         raise
-
-
-def _attributes(options: TrainOptions, source: ModelSource, adapter: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {
-        **({} if adapter is None else {ADAPTER_KEY: adapter}),
-        "model": {
-            "name": source.name,
-            "type": source.config.model_type,
-            "attention": options.attention,
-            "dropout": options.dropout,
-            "weights": weight_types(source).to_json(),
-        },
-        "optimizer": {"kind": "adamw"},
-    }
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,11 @@ from tests.support.commands import hoist as command
 from tests.support.models import reference_model, tiny_config
 
 NUM_STEPS = 3
+#: A tensor that is not trained, by what the store was told.
+_FROZEN = {
+    "lora": "model.layers.0.mlp.up_proj.base_layer.weight",
+    "freeze": "model.layers.0.mlp.up_proj.weight",
+}
 
 
 def _config(host_memory_bytes: int = 32 * 2**20) -> hoist.TrainerConfig:
@@ -75,6 +80,24 @@ def test_the_command_line_says_that_it_does_not_know_the_settings(
     assert " at step 3, " in result.out
     assert "written since step 2" in result.out
     assert "settings are not recorded" not in command(capfd, "train", "--store", tmp_path / "store", "--steps", 5).out
+
+
+@pytest.mark.parametrize("trained", [{"lora": hoist.LoraOptions(r=2)}, {"freeze": ["*mlp*"]}], ids=["lora", "freeze"])
+def test_the_command_line_trains_what_the_store_was_made_to_train(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], trained: dict[str, Any]
+) -> None:
+    with hoist.open_trainer(tmp_path / "store", config=_config(), model=model, io="direct", **trained) as trainer:
+        trainer.step(_batches(0))
+        trainer.commit()
+    numpy.save(tmp_path / "tokens.npy", numpy.arange(2000) % 100)
+    told = ("--data", tmp_path / "tokens.npy", "--seq-len", 16, "--micro-batches", 2, "--steps", 2)
+    frozen = hoist.read_tensor(tmp_path / "store", _FROZEN[next(iter(trained))])
+    assert command(capfd, "train", "--store", tmp_path / "store", *told).code == 0
+    assert (hoist.read_tensor(tmp_path / "store", _FROZEN[next(iter(trained))]) == frozen).all()
+    if "lora" in trained:
+        again = command(capfd, "train", "--store", tmp_path / "store", "--lora", "r=4", "--steps", 3)
+        assert again.code == 2
+        assert "--lora: r=4 is not what the store was made with (r=2,alpha=32,targets=" in again.err
 
 
 def test_fresh_starts_over(tmp_path: Path, model: Path) -> None:
