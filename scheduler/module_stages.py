@@ -59,6 +59,13 @@ class _Values:
     def __init__(self, init: Init | None) -> None:
         self.init = init
         self.given: dict[str, Tensor] = {}
+        #: Names of those that were given and let go of.
+        self.dropped: frozenset[str] = frozenset()
+
+    def drop(self) -> None:
+        """Let go of what was given."""
+        self.dropped |= self.given.keys()
+        self.given.clear()
 
     def fill(self, stage: str, module: nn.Module, values: Mapping[str, Location], *, seed: int) -> None:
         """Give the tensors at ``values``, which are real, their values; deterministic in ``seed`` and ``stage``."""
@@ -255,7 +262,15 @@ class ModuleModel(StagedModel):
 
     def drop_initial_values(self) -> None:
         """Let go of the values that the modules had: the store has them, or others that are newer."""
-        self._initial.given.clear()
+        self._initial.drop()
+
+    def require_initial_values(self) -> None:
+        """Raise ConfigError if values that the modules had are gone, so that no second store can begin with them."""
+        if self._initial.dropped:
+            raise ConfigError(
+                f"model: the value that {min(self._initial.dropped)} had was let go of when a trainer was opened; for "
+                "another new store make the modules again and stage those"
+            )
 
 
 def _check_tensor(what: str, got: Tensor, like: Tensor, rows: int) -> None:

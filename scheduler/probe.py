@@ -38,18 +38,22 @@ def find_stack(model: PreTrainedModel) -> Stack:
     """
     name = type(model).__name__
     faults: list[str] = []
+    causes: list[Exception] = []
     for path, layers in _candidates(model):
         try:
             stack = _Probe(name, layers).run(model)
         except Exception as error:  # whatever a model raises on numbers that are none: the next list is tried
             fault = str(error).removeprefix(f"{name}: ") if isinstance(error, ModelError) else _described(error)
             faults.append(f"{fault} (layers: {path})")
+            causes.append(error)
             logger.debug("%s: %s", name, faults[-1], exc_info=True)
             continue
         _refuse_bidirectional(model, stack)
         return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
-    raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}")
+    raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}") from next(
+        iter(causes), None
+    )
 
 
 def _described(error: Exception) -> str:

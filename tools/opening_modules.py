@@ -46,6 +46,7 @@ def open_module_trainer(
             check_model(directory, model, store.layouts)
             setup = prepare(model, store.layouts, config)
         else:
+            model.require_initial_values()
             setup = prepare(model, lay_out_stages(model), config)
             check_creatable(directory, fresh=fresh)
             check_places(directory, further, fresh=fresh)

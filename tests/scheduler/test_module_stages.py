@@ -274,6 +274,21 @@ def test_init_fills_what_is_on_meta_and_leaves_the_rest(tmp_path: Path) -> None:
     assert same_bits(torch.from_numpy(hoist.read_tensor(tmp_path / "store", "1.inner.weight")), expected)
 
 
+def test_values_that_are_gone_are_not_made_up(tmp_path: Path) -> None:
+    """A second new store would begin with other ones; a resumed one needs none, nor do modules on meta."""
+    model = staged()
+    train(tmp_path / "store", model, 1)
+    with pytest.raises(ConfigError, match=r"model: the value that 0\.bias had was let go of when a trainer was opened"):
+        train(tmp_path / "other", model, 0)
+    assert not (tmp_path / "other").exists()
+    train(tmp_path / "store", model, 2)
+    model = staged(on_meta())
+    for name in ("third", "fourth"):
+        train(tmp_path / name, model, 0)
+    third, fourth = (hoist.read_tensor(tmp_path / name, "0.weight") for name in ("third", "fourth"))
+    assert (third == fourth).all()
+
+
 def test_what_nobody_fills_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"0\.weight was left without initial values; fill it in init"):
         train(tmp_path / "store", staged(on_meta(), init=lambda module: None), 0)
