@@ -1,6 +1,6 @@
 """What a trainer tells: of a step, of an evaluation, of commits, and what is where. Numbers alone.
 
-`trainer.py` fills them in; `tools/report.py` shows them and `tools/metrics_file.py` writes them down.
+`trainer.py` fills them in; `tools/show.py` shows them and `tools/metrics_file.py` writes them down.
 """
 
 from __future__ import annotations
