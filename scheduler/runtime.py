@@ -162,11 +162,8 @@ class Runtime:
 
     def begin(self, state: StepState) -> None:
         """Take a step's inputs in, before the executor runs its plan."""
-        count = len(state.batches)
-        state.contexts = [None] * count
-        state.losses = [torch.zeros(())] * count
         self._updates.begin(state)
-        self._steps[state.step] = state
+        self.begin_evaluation(state)
 
     def begin_evaluation(self, state: StepState) -> None:
         """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""

@@ -354,6 +354,7 @@ class Trainer:
         self._last_spans = spans
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
+        state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
