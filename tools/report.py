@@ -1,6 +1,6 @@
 """What a run of `hoist train` tells while it goes on, as data; `show.py` puts it on a terminal or into a log.
 
-`train.py` fills these records in. Metrics of one step are `hoist.scheduler.trainer`'s.
+`train.py` fills these records in. Metrics of one step are `hoist.scheduler.metrics`'.
 """
 
 from __future__ import annotations
