@@ -144,7 +144,7 @@ def _made_up(model: StagedModel, stage: Stage) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for name in (*(spec.name for spec in stage.tensors), *stage.borrowed):
         _, spec = model.tensor(name)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
+        dtype: torch.dtype = getattr(torch, spec.compute_dtype)  # a frozen base is kept narrower than it is used
         if not dtype.is_floating_point or not spec.shape:
             values[name] = torch.ones(spec.shape, dtype=dtype)
             continue

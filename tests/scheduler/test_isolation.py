@@ -10,6 +10,7 @@ import torch
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, PreTrainedConfig
 
 from hoist.scheduler.errors import ModelError
+from hoist.scheduler.freezing import choose_trained
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.models import build_model
 from hoist.scheduler.stages import split
@@ -60,6 +61,16 @@ def test_layers_that_are_handed_more_and_masks_without_positions(model_type: str
     with nullcontext() if isolated else pytest.raises(ModelError, match="mixes the documents of a packed row"):
         check_isolation(staged)
     assert isolates(config, attention) is isolated
+
+
+def test_a_frozen_base_that_is_kept_in_bfloat16_is_tried_as_it_is_computed_with() -> None:
+    """In float32, beside trained weights that are no other."""
+    model = build_model(tiny_config("llama"))
+    choose_trained(model, train=["*layers.1.mlp.up_proj.weight"])
+    staged = split(model)
+    specs = [spec for stage in staged.stages for spec in stage.tensors]
+    staged.keep_frozen_as({spec.name: "bfloat16" for spec in specs if spec.frozen_weight})
+    check_isolation(staged)
 
 
 def test_layers_that_mix_documents_are_named() -> None:
