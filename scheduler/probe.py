@@ -51,9 +51,8 @@ def find_stack(model: PreTrainedModel) -> Stack:
         _refuse_bidirectional(model, stack)
         return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
-    raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}") from next(
-        iter(causes), None
-    )
+    cause = causes[0] if causes else None
+    raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}") from cause
 
 
 def _described(error: Exception) -> str:
