@@ -52,7 +52,8 @@ def find_stack(model: PreTrainedModel) -> Stack:
         return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
     cause = causes[0] if causes else None
-    raise ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}") from cause
+    fault = f"no list of decoder layers that its forward runs through one after another{why}"
+    raise ModelError(f"{name}: {fault}") from cause
 
 
 def _described(error: Exception) -> str:
