@@ -51,8 +51,9 @@ def find_stack(model: PreTrainedModel) -> Stack:
         _refuse_bidirectional(model, stack)
         return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
-    refusal = ModelError(f"{name}: no list of decoder layers that its forward runs through one after another{why}")
-    raise refusal from (causes[0] if causes else None)
+    cause = causes[0] if causes else None
+    fault = f"no list of decoder layers that its forward runs through one after another{why}"
+    raise ModelError(f"{name}: {fault}") from cause
 
 
 def _described(error: Exception) -> str:
