@@ -49,6 +49,7 @@ def find_stack(model: PreTrainedModel) -> Stack:
             logger.debug("%s: %s", name, faults[-1], exc_info=True)
             continue
         _refuse_bidirectional(model, stack)
+        causes.clear()  # their tracebacks hold this frame, and with it the model
         return replace(stack, has_own_loss=_has_own_loss(model, stack))
     why = f"; of the lists tried: {faults[0]}" if faults else ""
     cause = causes[0] if causes else None
