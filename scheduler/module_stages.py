@@ -313,9 +313,13 @@ def stage_modules(
         init: called with each module that has weights on the meta device, to fill its own ones in place.
 
     Raises:
-        ConfigError: fewer than two modules, an example that is none, or a loss that is a mean.
+        ConfigError: fewer than two modules, something that is none, an example that is none, or a loss that is a mean.
         ModelError: a weight or buffer that cannot be trained so.
     """
+    modules = list(modules)
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"modules: number {number} is a {type(module).__name__}; each must be an nn.Module")
     container = _Modules(modules)
     if len(container) < 2:
         raise ConfigError(f"modules: {len(container)} given; give two or more, the first and the last")

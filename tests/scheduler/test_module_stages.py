@@ -426,6 +426,7 @@ def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"made": [nn.Linear(16, 5)]}, r"^modules: 1 given; give two or more"),
+        ({"made": [nn.Linear(16, 5), "gelu"]}, r"^modules: number 1 is a str; each must be an nn\.Module"),
         ({"made": [nn.Linear(16, 5), nn.Linear(5, 5, dtype=torch.float64)]}, r"^modules: 1\.weight is torch\.float64"),
         ({"loss": nn.CrossEntropyLoss()}, r"^loss: its reduction is 'mean'; it must be 'sum'"),
         ({"example": {"inputs": torch.zeros(1, 16)}}, r"^example: must be a micro-batch with inputs and targets"),
@@ -434,6 +435,27 @@ def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
 def test_a_list_that_is_no_model(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(hoist.HoistError, match=message):
         staged(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"example": {**EXAMPLE, "inputs": torch.zeros(1, 17)}}, {},
+         r"^example: modules and loss fail on 8 rows like it \(mat1 and mat2 shapes .*\); give a micro-batch as they"),
+        ({}, {"train": ["1.*"]}, r"^train: cannot go with a list of modules; build these as they are to be trained"),
+        ({}, {"freeze": ["1.*"], "lora": hoist.LoraOptions(r=2)}, r"^freeze, lora: cannot go with"),
+        ({}, {"dropout": 0.0, "attention": "eager"}, r"^attention, dropout: cannot go with"),
+    ],
+)  # fmt: skip
+def test_what_modules_cannot_be_opened_with(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    """And that is not passed over in silence."""
+    with pytest.raises(ConfigError, match=message), open_trainer(
+        tmp_path / "store", model=staged(**changes), config=config(), **options
+    ):
+        pass
+    assert not (tmp_path / "store").exists()
 
 
 def test_micro_batches_that_do_not_fit(tmp_path: Path) -> None:
