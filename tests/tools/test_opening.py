@@ -187,7 +187,8 @@ def test_a_store_does_not_grow_however_runs_end(tmp_path: Path, model: Path) -> 
     for number, size in sizes[1:]:  # a killed run leaves its scratch, until the next one
         assert number <= num_files + 2
         assert size <= num_bytes * 1.05
-    assert sizes[-1] == (num_files, pytest.approx(num_bytes, abs=64)), "a number in COMMIT.json may have more digits"
+    assert sizes[-1][0] == num_files
+    assert abs(sizes[-1][1] - num_bytes) < 64, "a number in COMMIT.json may have more digits"
 
 
 def test_an_import_writes_every_weight_once(tmp_path: Path) -> None:
