@@ -6,7 +6,8 @@ the stage is at work. What a step feeds here are ``inputs`` and ``targets``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoist.scheduler.batches import Batch, Batches
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.context import Context
+from hoist.scheduler.context import Context, leaves
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import (
     Location,
@@ -104,6 +105,10 @@ class _ModuleStage(Stage):
     is_known_by_shape = False
     _module: nn.Module
     _initial: _Values
+    #: Where weights are that neither the stage nor one that lends to it owns.
+    _foreign: Sequence[Location] = ()
+    #: It ran once and used no weight of another stage.
+    _keeps_to_its_own = False
 
     def initialise(self, values: Mapping[str, Tensor], *, seed: int) -> None:
         """Fill ``values``, the owned tensors by name, in place: with what the module had, else as ``init`` does.
@@ -130,6 +135,14 @@ class _ModuleStage(Stage):
             f"modules: module {self.index} {fault}, which the backward needs once more; begin it with an "
             "operation that makes a new tensor (inplace=False)"
         )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """As the base class has it; the first run, on fake tensors as a rule, also refuses weights of other stages."""
+        foreign = {} if self._keeps_to_its_own else {id(place.get()): place.name for place in self._foreign}
+        with super()._running(), _Foreign(self.index, foreign) if foreign else nullcontext():
+            yield
+        self._keeps_to_its_own = True
 
     def _hidden(self, result: object) -> Tensor:
         if not isinstance(result, Tensor) or result.dtype != torch.float32:
@@ -192,6 +205,27 @@ class LastModule(_ModuleStage, HeadStage):
         with self._running():
             output: Tensor = self._module(hidden)
         return output
+
+
+class _Foreign(TorchFunctionMode):
+    """Refuses torch calls on weights that belong to other stages: they are absent, and the result would be NaN."""
+
+    def __init__(self, index: int, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._index = index
+        #: By ``id()`` of the tensors, which live as long as this does.
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) in self._names:
+                raise ModelError(
+                    f"modules: module {self._index} uses {self._names[id(leaf)]}, a weight of another module, which is "
+                    "not in memory then; make it an attribute of both modules, and they share it"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _NoBackward(TorchFunctionMode):
@@ -313,9 +347,13 @@ def stage_modules(
         init: called with each module that has weights on the meta device, to fill its own ones in place.
 
     Raises:
-        ConfigError: fewer than two modules, an example that is none, or a loss that is a mean.
+        ConfigError: fewer than two modules, something that is none, an example that is none, or a loss that is a mean.
         ModelError: a weight or buffer that cannot be trained so.
     """
+    modules = list(modules)
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"modules: number {number} is a {type(module).__name__}; each must be an nn.Module")
     container = _Modules(modules)
     if len(container) < 2:
         raise ConfigError(f"modules: {len(container)} given; give two or more, the first and the last")
@@ -346,9 +384,14 @@ def stage_modules(
             stages[other]._borrowed[name] = weight
         aliases |= {place.name: name for place in places[1:]}
         weight.put(weight.absent)
+    owned = [(name, weight.places[0]) for stage in stages for name, weight in stage._owned.items()]
+    for stage in stages:
+        mine_too = stage._owned.keys() | stage._borrowed.keys()
+        stage._foreign = [place for name, place in owned if name not in mine_too]
     for module in {id(module): module for module in container}.values():
         mine = [stage for stage, other in zip(stages, container, strict=True) if other is module]
         module.register_forward_pre_hook(_Guard(mine))
+        module.register_state_dict_pre_hook(_refuse_to_save)
     return ModuleModel(
         container, tuple(stages), aliases, batches=ModuleBatches(example, count), initial=initial
     )
@@ -378,7 +421,15 @@ class _Guard:
             )
 
 
-def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[Stage]:
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Instead of a state_dict of absent weights: a file of NaN in the right shapes."""
+    raise ConfigError(
+        f"state_dict: the weights of this {type(module).__name__} are in a store; Trainer.commit puts the last step "
+        "there, hoist.read_tensor reads them"
+    )
+
+
+def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[_ModuleStage]:
     untyped: Any = container
     no_stack: Any = None  # where a transformers model's layers are found; these are a list already
     last = len(container) - 1
@@ -389,4 +440,4 @@ def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[Stage]:
     stages.append(head)
     for stage, module in zip(stages, container, strict=True):
         stage._module, stage._initial = module, initial
-    return list(stages)
+    return stages

@@ -100,6 +100,7 @@ class _Probe:
         self._blanks: dict[object, Tensor] = {}
         self._usage = _Usage()
         self._used: list[set[int]] = []
+        self._used_within: list[frozenset[int]] = []
         self._num_calls = 0
         self._tape = Tape(owner, dict)
 
@@ -139,6 +140,7 @@ class _Probe:
             changed_in_head=any(entry.changes_first for entry in after),
             without_gradients=tape.without_gradients,
             weights=tuple(frozenset(weights_in(call.before)) for call in found.calls),
+            used_within=tuple(self._used_within),
         )
 
     def _answer(self, layer: nn.Module, *args: object, **kwargs: object) -> object:
@@ -148,12 +150,13 @@ class _Probe:
         self._used.append(self._usage.taken())
         noted = Noting(args, kwargs)
         before = [rebuild(noted.rest(one), lambda leaf: leaf) for one in (noted.args, noted.kwargs)]
-        tape.paused = self._usage.paused = True
+        tape.paused = True
         try:
             with torch.no_grad():
                 result = self._forwards[id(layer)](*noted.args, **noted.kwargs)
         finally:
-            tape.paused = self._usage.paused = False
+            tape.paused = False
+        self._used_within.append(frozenset(self._usage.taken()))
         if not same_structure(before, [noted.rest(one) for one in (noted.args, noted.kwargs)]):
             raise ModelError(f"{self._owner}: layer {number} changes a container that it is called with")
         answer = noted.answer(result)
@@ -191,7 +194,6 @@ class _Usage(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types none of it
         self.storages: set[int] = set()
-        self.paused = False
 
     def taken(self) -> set[int]:
         """The storages noted since the last call."""
@@ -202,8 +204,7 @@ class _Usage(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tensors = [item for item in leaves((args, kwargs or {})) if isinstance(item, Tensor)]
-        if not self.paused:
-            self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
+        self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
         if func in _PRODUCTS and any(map(_is_absent, tensors)):
             return torch.full(_product_shape(func, tensors), float("nan"), dtype=tensors[0].dtype)
         return func(*args, **(kwargs or {}))

@@ -57,6 +57,8 @@ class Stack:
     """The model's forward does not use its ``loss_function``."""
     weights: tuple[frozenset[str], ...]
     """Per call, the weights that the code before it uses, as far as it is replayed with the layer."""
+    used_within: tuple[frozenset[int], ...]
+    """Per call, addresses of the storages that the layer uses, whichever module they belong to."""
 
     @property
     def head_width(self) -> int:

@@ -486,6 +486,8 @@ def split(model: PreTrainedModel) -> StagedModel:
         key = places[0].get().untyped_storage().data_ptr()
         users = {stage for place in places for stage in layers_of_module.get(id(place.module), ())}
         users |= ({0} if key in stack.used_before else set()) | ({head_index} if key in stack.used_after else set())
+        # a layer may use a weight of another one's modules
+        users |= {number for number, used in enumerate(stack.used_within, start=1) if key in used}
         if not places[0].is_parameter and key in stack.used_between:
             users.add(0)  # the embed stage runs through the code between the layers
         names = [place.name for place in places]

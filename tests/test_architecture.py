@@ -65,6 +65,14 @@ def test_plans_are_pure(name: str) -> None:
     assert all(other.startswith(tuple(f"hoist.scheduler.{one}" for one in PURE)) for other in outside)
 
 
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_nothing_pins_or_pickles_tensors_one_by_one(path: Path) -> None:
+    """torch's pinned allocator rounds each up to a power of two, and a pickle runs what is in it."""
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    assert not [name for name in called if name.endswith(".pin_memory")], relative(path)
+    assert not called & {"torch.save", "torch.load", "pickle.dump", "pickle.dumps"}, relative(path)
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if path.name == "__init__.py"], ids=relative)
 def test_init_files_only_re_export(path: Path) -> None:
     """A docstring, imports from the package itself, and an ``__all__`` of exactly these names."""

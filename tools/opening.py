@@ -65,7 +65,7 @@ def open_trainer(
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
     ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store; or a list of
-    modules (:func:`stage_modules`), which must be given each time. A directory
+    modules (:func:`stage_modules`), which must be given each time and is trained as it was built. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
     every dropout probability. ``train`` and ``freeze`` are patterns over parameter names, for a new store: the first
     name all that is trained (none: everything is), the second what is not; ``lora`` trains adapters around the frozen
@@ -95,6 +95,13 @@ def open_trainer(
         )
         raise ConfigError(f"model: a {type(built).__name__} that is built in memory cannot be staged; {how}")
     if isinstance(model, ModuleModel):
+        given = {"attention": attention != "sdpa", "dropout": dropout is not None, "train": train, "freeze": freeze}
+        names = [name for name, value in {**given, "lora": lora is not None}.items() if value]
+        if names:
+            raise ConfigError(
+                f"{', '.join(names)}: cannot go with a list of modules; build these as they are to be trained, with "
+                "requires_grad off where they are frozen"
+            )
         with open_module_trainer(
             directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify
         ) as trainer:
