@@ -18,6 +18,11 @@ from hoist.tiers.layout import round_up
 ALIGN_BYTES = 64
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether autograd follows tensors of a dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
     """One tensor's place in a slot."""
@@ -33,8 +38,8 @@ class Packed:
 
     @property
     def has_gradient(self) -> bool:
-        """Its gradient may take its place on the way back; what is not floating-point stays."""
-        return self.dtype.is_floating_point
+        """Its gradient may take its place on the way back; what autograd does not follow stays."""
+        return has_gradient(self.dtype)
 
 
 def pack(values: Sequence[Tensor]) -> tuple[Packed, ...]:
@@ -71,7 +76,7 @@ def as_leaves(slots: Sequence[Tensor], *, wanted: bool = True) -> tuple[Tensor, 
     Without ``wanted`` no gradient of them is made.
     """
     # .data: a version counter of its own (see stages.py)
-    return tuple(slot.data.requires_grad_(wanted) if slot.is_floating_point() else slot.data for slot in slots)
+    return tuple(slot.data.requires_grad_(wanted) if has_gradient(slot.dtype) else slot.data for slot in slots)
 
 
 def keep_gradients(slots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
-from hoist.scheduler.boundary import as_leaves, keep_gradients, pack, unpack
+from hoist.scheduler.boundary import as_leaves, has_gradient, keep_gradients, pack, unpack
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
@@ -410,7 +410,7 @@ class Runtime:
         self._own_gradient(op)
         missing = state.without_gradient.pop((op.stage, op.micro_batch), frozenset())
         gradients = [
-            None if position in missing or not tensor.is_floating_point() else tensor
+            None if position in missing or not has_gradient(tensor.dtype) else tensor
             for position, tensor in enumerate(self._boundary_tensors(op, 0, state))
         ]
         self._seed_for(op, state)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoist.scheduler.boundary import ALIGN_BYTES, pack, packed_bytes, unpack
+from hoist.scheduler.boundary import ALIGN_BYTES, as_leaves, keep_gradients, pack, packed_bytes, unpack
 from hoist.scheduler.config import Order
 from hoist.scheduler.ops import Kind
 from hoist.tools.tiny_models import tiny_config
@@ -23,6 +23,7 @@ VALUES = (
     torch.zeros(2, 0, 3),
     torch.tensor([[True, False]]),
     torch.arange(5, dtype=torch.int64),
+    torch.tensor([1 + 2j, -3j]),
 )
 
 
@@ -41,7 +42,22 @@ def test_tensors_of_any_kind_come_out_of_a_slot_as_they_went_in() -> None:
         assert got.dtype == value.dtype
         assert torch.equal(got, value)
     assert all(place.offset_bytes % ALIGN_BYTES == 0 for place in places)
-    assert [place.has_gradient for place in places] == [True, False, True, False, False]
+    assert [place.has_gradient for place in places] == [True, False, True, False, False, True]
+
+
+def test_gradients_take_the_place_of_what_has_one() -> None:
+    """Of complex numbers too; of what autograd does not follow, or nothing uses, the input stays."""
+    places = pack(VALUES)
+    slots = unpack(torch.zeros(packed_bytes(places), dtype=torch.uint8), places)
+    for target, value in zip(slots, VALUES, strict=True):
+        target.copy_(value)
+    real, _, unused, _, whole, complex_numbers = sources = as_leaves(slots)
+    (real.sum() * 2 + complex_numbers.abs().pow(2).sum() / 2).backward()
+    assert keep_gradients(slots, sources) == {1, 2, 3, 4}
+    assert torch.equal(slots[0], torch.full((2, 3), 2.0))
+    assert torch.equal(slots[4], VALUES[4])
+    torch.testing.assert_close(slots[5], VALUES[5])
+    assert unused.grad is None and whole.grad is None
 
 
 def test_a_slot_that_is_too_small_is_an_error() -> None:
