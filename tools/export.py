@@ -6,6 +6,7 @@ written with the store is `export_check.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.reading import TensorReader
 from hoist.tiers.allocation import DirectoryState, directory_state
 from hoist.tiers.arena import Arena
-from hoist.tiers.errors import StoreFormatError
+from hoist.tiers.drives import Marker
+from hoist.tiers.errors import StoreFormatError, StoreRefusedError
 from hoist.tiers.format import COMMIT_NAME, MODEL_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import PlacedTensor, StageLayout
@@ -204,6 +206,14 @@ def _refuse_inside_store(target: Path) -> None:
     for folder in target.resolve().parents:
         if os.access(folder / COMMIT_NAME, os.F_OK) and directory_state(folder) is DirectoryState.COMMITTED:
             raise ExportRefusedError(f"export to {target}: lies inside the store {folder}; name a directory outside it")
+        marker = None
+        with contextlib.suppress(StoreRefusedError):  # not to be read, or another's
+            marker = Marker.read(folder)
+        if marker is not None:
+            raise ExportRefusedError(
+                f"export to {target}: lies inside {folder}, a drive of the store {marker.store}; name a directory "
+                "outside it"
+            )
 
 
 def _stored(store: Store) -> dict[str, tuple[StageLayout, PlacedTensor]]:

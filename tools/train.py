@@ -351,7 +351,11 @@ class _Loop:
         if self._evaluation is None or not self._evaluation.is_due(trainer.step_number):
             return
         found = self._evaluation.run(trainer, lambda: bool(self._stop.signal))
-        if found is not None:
+        if found is None:
+            self._report.notice(
+                f"the evaluation after step {trainer.step_number} was cut short by the signal, and is left out"
+            )
+        else:
             if self._metrics_file is not None:
                 self._metrics_file.write(found)
             self._report.evaluation(found)

@@ -116,6 +116,7 @@ def test_a_signal_ends_an_evaluation(job: Job) -> None:
     report = sending(signal.SIGTERM, "step 2")
     run(job, "store", report=report, steps=4, validation_split=0.25, eval_every=2)
     assert (len(report.steps), report.evaluations) == (2, [])
+    assert "the evaluation after step 2 was cut short by the signal, and is left out" in report.notices
     again = run(job, "store", steps=4, validation_split=0.25, eval_every=2)
     assert [found.step for found in again.evaluations] == [4]
 

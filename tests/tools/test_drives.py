@@ -58,6 +58,8 @@ def test_a_run_over_three_directories_equals_one_in_one(job: Job, run: Hoist) ->
     assert one.keys() == three.keys()
     assert all(torch.equal(one[name], three[name]) for name in one)
     assert len(dict(zarr.open_group(job.folder / "a", mode="r").members(max_depth=None))) > 10
+    inside = run("export", job.folder / "a", job.folder / "b" / "model").refusal()
+    assert f"lies inside {job.folder / 'b'}, a drive of the store {job.folder / 'a'}; name a directory" in inside
     assert run("train", "--store", job.folder / "a", "--steps", 4).code == 0
 
 
