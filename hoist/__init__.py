@@ -17,11 +17,11 @@ if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is
 #: Where each public name is defined. Loading them all takes seconds (torch, transformers), so each waits for its use.
 _HOMES = {
     "AdamWHyperparameters": "hoist.optim",
-    "EvalMetrics": "hoist.scheduler.trainer",
+    "EvalMetrics": "hoist.scheduler.metrics",
     "HoistError": "hoist.tiers.errors",
     "LoraOptions": "hoist.tools.lora_options",
     "Schedule": "hoist.optim",
-    "StepMetrics": "hoist.scheduler.trainer",
+    "StepMetrics": "hoist.scheduler.metrics",
     "Store": "hoist.tiers.store",
     "Trainer": "hoist.scheduler.trainer",
     "TrainerConfig": "hoist.scheduler.config",
@@ -35,8 +35,9 @@ _HOMES = {
 if TYPE_CHECKING:
     from hoist.optim import AdamWHyperparameters, Schedule
     from hoist.scheduler.config import TrainerConfig
+    from hoist.scheduler.metrics import EvalMetrics, StepMetrics
     from hoist.scheduler.module_stages import stage_modules
-    from hoist.scheduler.trainer import EvalMetrics, StepMetrics, Trainer
+    from hoist.scheduler.trainer import Trainer
     from hoist.tiers.errors import HoistError
     from hoist.tiers.io import choose_engine
     from hoist.tiers.store import Store

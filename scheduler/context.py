@@ -1,6 +1,6 @@
 """What each layer is called with: masks, positions, rotary tables, flags; by name, what depends on weights.
 
-Recorded once per micro-batch by the embed stage and replayed to the layers; `probe.py` and `tape.py` do that.
+Recorded once per micro-batch by the embed stage and replayed to the layers; `stack.py` and `tape.py` do that.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def refuse_non_finite(values: Mapping[str, Tensor], *, may_be_infinite: Collecti
         # One pass; NaN counts as the least and the greatest.
         extremes = [extreme.item() for extreme in torch.aminmax(value)]
         if any(math.isnan(extreme) or (math.isinf(extreme) and name not in may_be_infinite) for extreme in extremes):
-            raise ModelError(f"weights: {name} holds NaN or infinity; repair the checkpoint and import it again")
+            raise ModelError(f"weights: {name} holds NaN or infinity; take another checkpoint")
 
 
 def _write_stage(

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hoist.scheduler.batches import Batch
+from hoist.scheduler.batches import IGNORED_LABEL, Batch
 from hoist.scheduler.boundary import as_leaves, keep_gradients
 from hoist.scheduler.context import Context
 from hoist.scheduler.head_probe import shifted_labels
@@ -114,7 +114,7 @@ class HeadLoss:
         total = torch.zeros((), dtype=torch.float64)
         for part in cut:
             place = part.of(hidden)
-            if bool((part.of(labels) == -100).all()):
+            if bool((part.of(labels) == IGNORED_LABEL).all()):
                 if hands_down:
                     place.zero_()
                 continue
@@ -136,11 +136,12 @@ class HeadLoss:
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
             if len(cut) == 1:
-                return self._head.forward(as_carried(carried), batch, context, num_items)
+                sources = as_leaves(carried, wanted=False)
+                return self._head.forward(as_carried(sources), batch, context, num_items)
             (hidden,) = carried
             labels = shifted_labels(batch["labels"])
             for part in cut:
-                if not bool((part.of(labels) == -100).all()):
+                if not bool((part.of(labels) == IGNORED_LABEL).all()):
                     ids = part.of(batch["input_ids"])
                     total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), num_items)
         return total.float()

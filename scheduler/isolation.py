@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoist.scheduler.context import Context, LayerCall, TensorRef
 from hoist.scheduler.errors import ModelError
-from hoist.scheduler.models import private_rng
+from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.stages import Carried, LayerStage, Stage, StagedModel, as_tuple
 
 #: Tokens of the document that must not be seen, and of the one that must not see it.
@@ -37,13 +37,8 @@ def check_isolation(model: StagedModel) -> None:
     name = type(model.model).__name__
     if "position_ids" not in inspect.signature(model.model.forward).parameters:
         raise ModelError(f"{name} takes no position_ids, by which documents are told apart")
-    was_training = model.model.training
-    model.model.eval()
-    try:
-        with private_rng(_SEED), torch.no_grad():
-            _check(model, name)
-    finally:
-        model.model.train(was_training)
+    with evaluating(model.model), private_rng(_SEED), torch.no_grad():
+        _check(model, name)
 
 
 def _check(model: StagedModel, name: str) -> None:
@@ -69,7 +64,7 @@ def _check(model: StagedModel, name: str) -> None:
     one_by_one = all(len(boundary) == 1 for boundary in boundaries)
     seen: set[object] = set()
     for layer in model.layers:
-        key = (_signature(layer), tuple(_calls(context, layer) for context in contexts.values()))
+        key = (_signature(model, layer), tuple(_calls(context, layer) for context in contexts.values()))
         if not one_by_one:  # what a layer is given depends on the ones before: run all of them
             carried = _check_layer(model, layer, carried, contexts, name)
         elif key not in seen:
@@ -121,9 +116,9 @@ def _differ(apart: Tensor, together: Tensor, alone: Tensor) -> bool:
     return not bool((apart - alone).abs().max() <= allowed)  # numbers that are none differ
 
 
-def _signature(stage: Stage) -> object:
+def _signature(model: StagedModel, stage: Stage) -> object:
     """Layers that agree in this and in how they are called are one kind."""
-    return tuple((spec.shape, spec.dtype) for spec in stage.tensors), len(stage.borrowed)
+    return tuple((name in stage.borrowed, spec.shape, spec.compute_dtype) for name, spec in model.used_by(stage))
 
 
 def _calls(context: Context, layer: LayerStage) -> object:
@@ -142,9 +137,8 @@ def _calls(context: Context, layer: LayerStage) -> object:
 def _made_up(model: StagedModel, stage: Stage) -> dict[str, Tensor]:
     """Values for all that a stage uses: different in every row and column; vectors and matrices take no memory."""
     values: dict[str, Tensor] = {}
-    for name in (*(spec.name for spec in stage.tensors), *stage.borrowed):
-        _, spec = model.tensor(name)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
+    for name, spec in model.used_by(stage):
+        dtype: torch.dtype = getattr(torch, spec.compute_dtype)
         if not dtype.is_floating_point or not spec.shape:
             values[name] = torch.ones(spec.shape, dtype=dtype)
             continue

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from hoist.scheduler.plan import MIN_ACTIVATION_SLOTS, Buffers
+from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
+from hoist.scheduler.plan import Buffers
 from hoist.scheduler.residency import Candidate, Kept, kept_of
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up

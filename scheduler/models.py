@@ -157,6 +157,18 @@ def private_rng(seed: int | None = None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Around a forward without dropout; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def initialize_tensors(model: PreTrainedModel, targets: Mapping[str, Location], *, seed: int) -> None:
     """Fill the tensors at ``targets`` (real, in place) with the distributions that transformers gives them.
 
@@ -174,7 +186,7 @@ def initialize_tensors(model: PreTrainedModel, targets: Mapping[str, Location], 
             location.get().copy_(absent(location.get()))
         for module, owner in order:
             _init_weights(owner, module)
-        missing = {name for name, location in targets.items() if _is_unfilled(location.get())}
+        missing = {name for name, location in targets.items() if is_unfilled(location.get())}
         for module in {id(targets[name].module): targets[name].module for name in sorted(missing)}.values():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
@@ -182,7 +194,7 @@ def initialize_tensors(model: PreTrainedModel, targets: Mapping[str, Location], 
                     if name not in missing:
                         _flag(location.get(), True)
                 reset()
-        missing = {name for name in missing if _is_unfilled(targets[name].get())}
+        missing = {name for name in missing if is_unfilled(targets[name].get())}
     if missing:
         raise ModelError(
             f"{type(model).__name__}: transformers' _init_weights gives no initial value to "
@@ -322,8 +334,11 @@ def make_absent(model: PreTrainedModel) -> None:
             raise ModelError(f"{type(model).__name__}: {name} is not registered as a parameter of its module")
 
 
-def _is_unfilled(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point tensor holds a NaN; by its sum, which needs no temporary."""
+def is_unfilled(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that was filled with what :func:`absent` holds still has some of it.
+
+    A floating-point one is looked at by its sum, which needs no temporary. A bool one cannot tell.
+    """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.numel() > 0 and bool(torch.isnan(tensor.sum()))
     return tensor.dtype != torch.bool and bool((tensor == absent(tensor)).any())

@@ -6,7 +6,8 @@ the stage is at work. What a step feeds here are ``inputs`` and ``targets``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from hoist.scheduler.batches import Batch, Batches
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.context import Context
+from hoist.scheduler.context import Context, leaves
 from hoist.scheduler.errors import ConfigError, ModelError
-from hoist.scheduler.models import Location, absent, make_absent, private_rng, shared_locations, stage_seed
+from hoist.scheduler.models import (
+    Location,
+    absent,
+    is_unfilled,
+    make_absent,
+    private_rng,
+    shared_locations,
+    stage_seed,
+)
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, make_weight
 
 #: Names of what a micro-batch holds.
@@ -51,6 +60,13 @@ class _Values:
     def __init__(self, init: Init | None) -> None:
         self.init = init
         self.given: dict[str, Tensor] = {}
+        #: Names of those that were given and let go of.
+        self.dropped: frozenset[str] = frozenset()
+
+    def drop(self) -> None:
+        """Let go of what was given."""
+        self.dropped |= self.given.keys()
+        self.given.clear()
 
     def fill(self, stage: str, module: nn.Module, values: Mapping[str, Location], *, seed: int) -> None:
         """Give the tensors at ``values``, which are real, their values; deterministic in ``seed`` and ``stage``."""
@@ -66,7 +82,7 @@ class _Values:
             for name, place in values.items():
                 if name in self.given:
                     place.get().copy_(self.given[name])
-        unfilled = [name for name, place in missing.items() if bool(place.get().isnan().any())]
+        unfilled = [name for name, place in missing.items() if is_unfilled(place.get())]
         if unfilled:
             raise ModelError(f"modules: {unfilled[0]} was left without initial values; fill it in init")
 
@@ -89,6 +105,10 @@ class _ModuleStage(Stage):
     is_known_by_shape = False
     _module: nn.Module
     _initial: _Values
+    #: Where weights are that neither the stage nor one that lends to it owns.
+    _foreign: Sequence[Location] = ()
+    #: It ran once and used no weight of another stage.
+    _keeps_to_its_own = False
 
     def initialise(self, values: Mapping[str, Tensor], *, seed: int) -> None:
         """Fill ``values``, the owned tensors by name, in place: with what the module had, else as ``init`` does.
@@ -110,6 +130,20 @@ class _ModuleStage(Stage):
             for weight in self._owned.values():
                 weight.put(weight.absent)
 
+    def _refusal(self, fault: str) -> ModelError:
+        return ModelError(
+            f"modules: module {self.index} {fault}, which the backward needs once more; begin it with an "
+            "operation that makes a new tensor (inplace=False)"
+        )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """As the base class has it; the first run, on fake tensors as a rule, also refuses weights of other stages."""
+        foreign = {} if self._keeps_to_its_own else {id(place.get()): place.name for place in self._foreign}
+        with super()._running(), _Foreign(self.index, foreign) if foreign else nullcontext():
+            yield
+        self._keeps_to_its_own = True
+
     def _hidden(self, result: object) -> Tensor:
         if not isinstance(result, Tensor) or result.dtype != torch.float32:
             got = str(result.dtype) if isinstance(result, Tensor) else type(result).__name__
@@ -122,11 +156,9 @@ class FirstModule(_ModuleStage, EmbedStage):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Context]:
         """The first hidden state; the context is empty, as the others take nothing but that."""
-        with self._running():
+        with self._running(), self._kept([batch[INPUTS]]):
             hidden = self._hidden(self._module(batch[INPUTS]))
         return hidden, Context(tensors=(), calls=())
-
-    _model_list: Sequence[nn.Module]
 
 
 class MiddleModule(_ModuleStage, LayerStage):
@@ -136,9 +168,9 @@ class MiddleModule(_ModuleStage, LayerStage):
         """The next hidden state.
 
         Raises:
-            ModelError: it has another shape, or is no float32 tensor.
+            ModelError: it has another shape, or is no float32 tensor, or the module changes its input in place.
         """
-        with self._running():
+        with self._running(), self._kept([hidden]):
             output = self._hidden(self._module(hidden))
         if output.shape != hidden.shape:
             raise ModelError(
@@ -157,9 +189,9 @@ class LastModule(_ModuleStage, HeadStage):
         """What the micro-batch adds to the step's loss, 0-d: the user's loss over ``num_items``.
 
         Raises:
-            ModelError: the loss is no 0-d tensor.
+            ModelError: the loss is no 0-d tensor, or the module changes its input in place.
         """
-        with self._running():
+        with self._running(), self._kept([hidden]):
             output = self._module(hidden)
             with _NoBackward():
                 loss: object = self._loss(output, batch[TARGETS])
@@ -173,6 +205,27 @@ class LastModule(_ModuleStage, HeadStage):
         with self._running():
             output: Tensor = self._module(hidden)
         return output
+
+
+class _Foreign(TorchFunctionMode):
+    """Refuses torch calls on weights that belong to other stages: they are absent, and the result would be NaN."""
+
+    def __init__(self, index: int, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._index = index
+        #: By ``id()`` of the tensors, which live as long as this does.
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) in self._names:
+                raise ModelError(
+                    f"modules: module {self._index} uses {self._names[id(leaf)]}, a weight of another module, which is "
+                    "not in memory then; make it an attribute of both modules, and they share it"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _NoBackward(TorchFunctionMode):
@@ -243,7 +296,15 @@ class ModuleModel(StagedModel):
 
     def drop_initial_values(self) -> None:
         """Let go of the values that the modules had: the store has them, or others that are newer."""
-        self._initial.given.clear()
+        self._initial.drop()
+
+    def require_initial_values(self) -> None:
+        """Raise ConfigError if values that the modules had are gone, so that no second store can begin with them."""
+        if self._initial.dropped:
+            raise ConfigError(
+                f"model: the value that {min(self._initial.dropped)} had was let go of when a trainer was opened; for "
+                "another new store make the modules again and stage those"
+            )
 
 
 def _check_tensor(what: str, got: Tensor, like: Tensor, rows: int) -> None:
@@ -273,7 +334,7 @@ def stage_modules(
     device, which costs no memory whatever their size, are filled by ``init``, or by their module's
     ``reset_parameters``. A weight that several modules share stays shared. Parameters that need no gradient stay as
     they are (bfloat16 and float16 ones are computed with in float32); all others must be float32. A forward must not
-    change buffers (batch norm does, in training mode).
+    change buffers (batch norm does, in training mode), nor what it is given in place: it is run twice.
 
     Args:
         modules: two or more, in the order in which they run. Each is one stage: what is resident at once.
@@ -286,9 +347,13 @@ def stage_modules(
         init: called with each module that has weights on the meta device, to fill its own ones in place.
 
     Raises:
-        ConfigError: fewer than two modules, an example that is none, or a loss that is a mean.
+        ConfigError: fewer than two modules, something that is none, an example that is none, or a loss that is a mean.
         ModelError: a weight or buffer that cannot be trained so.
     """
+    modules = list(modules)
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"modules: number {number} is a {type(module).__name__}; each must be an nn.Module")
     container = _Modules(modules)
     if len(container) < 2:
         raise ConfigError(f"modules: {len(container)} given; give two or more, the first and the last")
@@ -319,9 +384,14 @@ def stage_modules(
             stages[other]._borrowed[name] = weight
         aliases |= {place.name: name for place in places[1:]}
         weight.put(weight.absent)
+    owned = [(name, weight.places[0]) for stage in stages for name, weight in stage._owned.items()]
+    for stage in stages:
+        mine_too = stage._owned.keys() | stage._borrowed.keys()
+        stage._foreign = [place for name, place in owned if name not in mine_too]
     for module in {id(module): module for module in container}.values():
         mine = [stage for stage, other in zip(stages, container, strict=True) if other is module]
         module.register_forward_pre_hook(_Guard(mine))
+        module.register_state_dict_pre_hook(_refuse_to_save)
     return ModuleModel(
         container, tuple(stages), aliases, batches=ModuleBatches(example, count), initial=initial
     )
@@ -351,17 +421,23 @@ class _Guard:
             )
 
 
-def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[Stage]:
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Instead of a state_dict of absent weights: a file of NaN in the right shapes."""
+    raise ConfigError(
+        f"state_dict: the weights of this {type(module).__name__} are in a store; Trainer.commit puts the last step "
+        "there, hoist.read_tensor reads them"
+    )
+
+
+def _stages(container: _Modules, loss: Loss, initial: _Values) -> list[_ModuleStage]:
     untyped: Any = container
     no_stack: Any = None  # where a transformers model's layers are found; these are a list already
     last = len(container) - 1
-    first = FirstModule(0, "embed", untyped, no_stack)
-    first._model_list = list(container)
-    stages: list[_ModuleStage] = [first]
+    stages: list[_ModuleStage] = [FirstModule(0, "embed", untyped, no_stack)]
     stages += [MiddleModule(n, f"layer.{n - 1}", untyped, no_stack, n - 1) for n in range(1, last)]
     head = LastModule(last, "head", untyped, no_stack)
     head._loss = loss
     stages.append(head)
     for stage, module in zip(stages, container, strict=True):
         stage._module, stage._initial = module, initial
-    return list(stages)
+    return stages

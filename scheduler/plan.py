@@ -1,17 +1,26 @@
 """A training step as data: what is read, computed, updated and written, in which order, with which buffers.
 
-Pure functions of sizes: no torch, no files, no threads. `executor.py` runs any plan; `memory.py` chooses the buffers
-(`Buffers`) from a budget; `link.py` turns the order into dependencies.
+Pure functions of sizes: no torch, no files, no threads. The order of stages and micro-batches is `visits.py`;
+`executor.py` runs any plan; `memory.py` chooses the buffers (`Buffers`) from a budget; `link.py` finds dependencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TypedDict, Unpack
 
+from hoist.scheduler.activation_slots import ActivationSlots
 from hoist.scheduler.ops import Kind, Op, Part, Resource
+from hoist.scheduler.visits import (
+    Phase,
+    Visit,
+    computations,
+    forward_visits,
+    horizontal_visits,
+    touched,
+    vertical_visits,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +67,7 @@ class Buffers:
     num_states: int
     """Optimizer state slots; at least 1."""
     num_activations: int
-    """Activation slots; at least :data:`MIN_ACTIVATION_SLOTS` or as many as there are boundary activations."""
+    """Activation slots; at least ``MIN_ACTIVATION_SLOTS``, or as many as there are boundary activations."""
 
     def __post_init__(self) -> None:
         if any(left == right for left, right in zip(self.weights, self.weights[1:], strict=False)):
@@ -72,17 +81,6 @@ class Buffers:
 
 #: Stands for a stage's frozen tensors among its pieces.
 FROZEN_PIECE = -1
-#: Input and output of the micro-batch that computes, and of one that is fetched or spilled meanwhile.
-MIN_ACTIVATION_SLOTS = 4
-
-
-class Phase(Enum):
-    """What a visit to a stage does."""
-
-    FORWARD = auto()
-    LOSS = auto()
-    BACKWARD = auto()
-    EVALUATE = auto()
 
 
 def first_trained(stages: Sequence[StageShape]) -> int:
@@ -91,15 +89,6 @@ def first_trained(stages: Sequence[StageShape]) -> int:
         if stage.num_pieces:
             return index
     raise ValueError("stages: none has anything to train")
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A stage with the micro-batches that pass through it while its weights are there."""
-
-    stage: int
-    phase: Phase
-    micro_batches: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,45 +109,6 @@ class Plan:
     """Stages whose gradients are spilled at some time."""
     stashed_gradients: tuple[tuple[int, int], ...]
     """Pieces (stage, piece) whose gradients wait in scratch for their delayed updates."""
-
-
-def vertical_visits(num_stages: int, num_micro_batches: int, first: int = 0) -> tuple[Visit, ...]:
-    """Layer-major order: every stage sees all micro-batches before the next stage does.
-
-    The forward's micro-batch order turns round from stage to stage, so that the boundary micro-batch stays where it
-    is; backward always accumulates in the order 0..M-1, since another order changes an fp32 sum. The last stage's
-    forward and backward are one visit. Stages below ``first``, where nothing is trained, have no backward.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    ascending = tuple(range(num_micro_batches))
-    last = num_stages - 1
-    forward = [
-        Visit(stage, Phase.FORWARD, ascending if (last - stage) % 2 == 0 else ascending[::-1]) for stage in range(last)
-    ]
-    backward = [Visit(stage, Phase.BACKWARD, ascending) for stage in reversed(range(first, last))]
-    return (*forward, Visit(last, Phase.LOSS, ascending), *backward)
-
-
-def horizontal_visits(num_stages: int, num_micro_batches: int, first: int = 0) -> tuple[Visit, ...]:
-    """Micro-batch-major order, as ZeRO-Infinity has it: each micro-batch runs through the whole model and back.
-
-    Back as far as stage ``first``: nothing below is trained.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    last = num_stages - 1
-    visits: list[Visit] = []
-    for micro_batch in range(num_micro_batches):
-        visits += [Visit(stage, Phase.FORWARD, (micro_batch,)) for stage in range(last)]
-        visits.append(Visit(last, Phase.LOSS, (micro_batch,)))
-        visits += [Visit(stage, Phase.BACKWARD, (micro_batch,)) for stage in reversed(range(first, last))]
-    return tuple(visits)
-
-
-def _check_counts(num_stages: int, num_micro_batches: int) -> None:
-    if num_stages < 2:
-        raise ValueError(f"stages: {num_stages} are too few; at least 2 are needed")
-    if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches: {num_micro_batches} is not positive")
 
 
 def vertical(
@@ -200,14 +150,6 @@ def evaluation(
     return _Builder("evaluation", stages, buffers, visits, held=None if cold else held).build_evaluation(held)
 
 
-def forward_visits(num_stages: int, num_micro_batches: int) -> tuple[Visit, ...]:
-    """The forward of :func:`vertical_visits`, of the last stage too."""
-    *forward, turn = (
-        visit for visit in vertical_visits(num_stages, num_micro_batches) if visit.phase is not Phase.BACKWARD
-    )
-    return (*forward, Visit(turn.stage, Phase.EVALUATE, turn.micro_batches))
-
-
 def flush(stages: Sequence[StageShape], buffers: Buffers, *, pending: bool = True) -> Plan:
     """What a commit between steps needs: the delayed updates of the last step, then what is kept in memory written.
 
@@ -243,72 +185,6 @@ def _build(
         first.build()
         held = first.held
     return _Builder(name, stages, buffers, visits, held=held, pending=pending).build()
-
-
-class _ActivationSlots:
-    """Decides, knowing every future use, which boundary activation is in which slot and which wait in scratch.
-
-    Belady's rule: when a slot is needed and none is free, the activation whose next use is furthest away is spilled.
-    """
-
-    def __init__(self, visits: Sequence[Visit], num_slots: int) -> None:
-        self.free = list(range(num_slots))[::-1]
-        self.slot_of: dict[tuple[int, int], int] = {}
-        self.spilled: set[tuple[int, int]] = set()
-        #: Scratch holds what they are now: losing their slot costs no write.
-        self.saved: set[tuple[int, int]] = set()
-        self.ever_spilled: set[tuple[int, int]] = set()
-        self._uses: dict[tuple[int, int], list[int]] = {}
-        for position, (visit, micro_batch) in enumerate(_computations(visits)):
-            for boundary in _touched(visit, micro_batch):
-                self._uses.setdefault(boundary, []).append(position)
-
-    def next_use(self, boundary: tuple[int, int], position: int) -> int:
-        """Position of the first use at or after ``position``; very large if there is none."""
-        return next((use for use in self._uses[boundary] if use >= position), 2**62)
-
-    def is_needed(self, boundary: tuple[int, int], position: int) -> bool:
-        """Something at or after ``position`` uses ``boundary``."""
-        return self._uses[boundary][-1] >= position
-
-    def take(
-        self, boundary: tuple[int, int], position: int, pinned: set[tuple[int, int]]
-    ) -> tuple[int, tuple[int, int] | None]:
-        """A slot for ``boundary``, and the activation that must be spilled from it first, if any."""
-        victim: tuple[int, int] | None = None
-        if self.free:
-            slot = self.free.pop()
-        else:
-            candidates = [other for other in self.slot_of if other not in pinned]
-            if not candidates:
-                raise ValueError(
-                    f"activation slots: {len(self.slot_of)} are too few; at least {MIN_ACTIVATION_SLOTS} are needed"
-                )
-            victim = max(candidates, key=lambda other: (self.next_use(other, position), other))
-            slot = self.slot_of.pop(victim)
-            self.spilled.add(victim)
-            self.ever_spilled.add(victim)
-        self.slot_of[boundary] = slot
-        return slot, victim
-
-    def drop(self, boundary: tuple[int, int]) -> None:
-        """``boundary`` is not needed any more."""
-        self.free.append(self.slot_of.pop(boundary))
-
-
-def _computations(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
-    return ((visit, micro_batch) for visit in visits for micro_batch in visit.micro_batches)
-
-
-def _touched(visit: Visit, micro_batch: int) -> list[tuple[int, int]]:
-    """Boundary activations that one computation reads or writes: its stage's input, then its output.
-
-    Boundary (s, m) is stage s's output for micro-batch m; in backward the same slot carries its gradient.
-    """
-    boundaries = [(visit.stage - 1, micro_batch)] if visit.stage > 0 else []
-    if visit.phase in (Phase.FORWARD, Phase.BACKWARD):
-        boundaries.append((visit.stage, micro_batch))
-    return boundaries
 
 
 class _Numbers(TypedDict, total=False):
@@ -347,8 +223,8 @@ class _Builder:
         self.ops: list[Op] = []
         #: Every resource once: a plan has far more ops than resources, and its memory counts against the budget.
         self.shared: dict[Resource, Resource] = {}
-        self.activations = _ActivationSlots(visits, buffers.num_activations)
-        self.computations = list(_computations(visits))
+        self.activations = ActivationSlots(visits, buffers.num_activations)
+        self.computations = list(computations(visits))
         self.position = 0
         self.next_staging = 0
         self.next_state = 0
@@ -580,7 +456,7 @@ class _Builder:
 
     def compute(self, visit: Visit, micro_batch: int, weights: Resource) -> None:
         stage = visit.stage
-        boundaries = _touched(visit, micro_batch)
+        boundaries = touched(visit, micro_batch)
         slots = [self.resident(boundary, set(boundaries)) for boundary in boundaries]
         self.prefetch_activations(set(boundaries))
         resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
@@ -647,7 +523,7 @@ class _Builder:
         """Bring what the next computation needs while this one runs, if that displaces nothing needed sooner."""
         if self.position + 1 >= len(self.computations):
             return
-        upcoming = _touched(*self.computations[self.position + 1])
+        upcoming = touched(*self.computations[self.position + 1])
         for boundary in upcoming:
             if boundary in self.activations.spilled:
                 self.resident(boundary, current | set(upcoming))

@@ -162,11 +162,8 @@ class Runtime:
 
     def begin(self, state: StepState) -> None:
         """Take a step's inputs in, before the executor runs its plan."""
-        count = len(state.batches)
-        state.contexts = [None] * count
-        state.losses = [torch.zeros(())] * count
         self._updates.begin(state)
-        self._steps[state.step] = state
+        self.begin_evaluation(state)
 
     def begin_evaluation(self, state: StepState) -> None:
         """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""
@@ -362,7 +359,7 @@ class Runtime:
                 state.contexts[op.micro_batch] = context
             elif isinstance(stage, LayerStage):
                 self._manager.need(_boundary(op, -1), op.slot)
-                sources = self._boundary_tensors(op, -1, state)
+                sources = as_leaves(self._boundary_tensors(op, -1, state), wanted=False)
                 carried = stage.forward(as_carried(sources), self._context(op, state))
             else:
                 raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")

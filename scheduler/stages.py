@@ -21,12 +21,16 @@ from hoist.scheduler.context import Context, Value, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
 from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
-from hoist.scheduler.probe import Stack, Stop, find_stack, intercepted, model_inputs
+from hoist.scheduler.probe import find_stack
+from hoist.scheduler.stack import Stack, Stop, intercepted, model_inputs
 from hoist.scheduler.tape import replay
 from hoist.tiers.layout import DTYPE_BYTES, NARROW_DTYPES, TensorSpec
 
 logger = logging.getLogger(__name__)
 
+#: What a stage's forward must not do, and torch's words for it where a gradient is wanted of the input.
+_CHANGES_INPUT = "changes in place what it is given"
+_LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 
 #: What passes from one stage to the next: a hidden state, [B, S, H], or where a model hands on more than that, a tuple
 #: with all of it (the Any: most callers know their model).
@@ -196,6 +200,23 @@ class Stage:
                 )
 
 
+    @contextmanager
+    def _kept(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the stage's forward: what it is given is used again by the recomputation, so it must stay as it is."""
+        versions = [tensor._version for tensor in given]
+        try:
+            yield
+        except RuntimeError as error:
+            if _LEAF_CHANGED in str(error):
+                raise self._refusal(_CHANGES_INPUT) from error
+            raise
+        if [tensor._version for tensor in given] != versions:
+            raise self._refusal(_CHANGES_INPUT)
+
+    def _refusal(self, fault: str) -> ModelError:
+        return ModelError(f"{type(self._model).__name__}: {self.name} {fault}; such models cannot be staged")
+
+
 class EmbedStage(Stage):
     """Everything before the first layer: the model's own forward, with recorders where the layers were."""
 
@@ -231,12 +252,13 @@ class LayerStage(Stage):
         """What the next stage is given: as a rule the next hidden state, [B, S, H], of the dtype of this one.
 
         Raises:
-            ModelError: the layer gives back other tensors than it did when the model was split.
+            ModelError: the layer gives back other tensors than it did when the model was split, or changes in place
+                what it is given. Tensors of ``carried`` must have version counters of their own (``as_leaves``).
         """
         given = context.boundaries[self._layer]
         values: dict[Value, torch.Tensor] = dict(zip(given, as_tuple(carried), strict=True))
         answer = self._stack.answers[self._layer]
-        with self._running():
+        with self._running(), self._kept(as_tuple(carried)):
             replay(context.calls[self._layer].before, values, context.resolver(values, self._weight))
             args, kwargs = context.arguments(self._layer, values)
             args_given, kwargs_given = context.arguments(self._layer, values)
@@ -252,9 +274,6 @@ class LayerStage(Stage):
 
     def _weight(self, name: str) -> torch.Tensor:
         return self._between[name].get()
-
-    def _refusal(self, fault: str) -> ModelError:
-        return ModelError(f"{type(self._model).__name__}: {self.name} {fault}; such models cannot be staged")
 
 
 class HeadStage(Stage):
@@ -404,6 +423,11 @@ class StagedModel:
         """
         return self._by_name[self.aliases.get(name, name)]
 
+    def used_by(self, stage: Stage) -> tuple[tuple[str, TensorSpec], ...]:
+        """Name and description of each tensor that a stage computes with: its own, then those that it borrows."""
+        names = (*(spec.name for spec in stage.tensors), *stage.borrowed)
+        return tuple((name, self._by_name[name][1]) for name in names)
+
     @property
     def first_trained(self) -> int:
         """Index of the first stage that owns trainable tensors: the backward ends there.
@@ -462,6 +486,8 @@ def split(model: PreTrainedModel) -> StagedModel:
         key = places[0].get().untyped_storage().data_ptr()
         users = {stage for place in places for stage in layers_of_module.get(id(place.module), ())}
         users |= ({0} if key in stack.used_before else set()) | ({head_index} if key in stack.used_after else set())
+        # a layer may use a weight of another one's modules
+        users |= {number for number, used in enumerate(stack.used_within, start=1) if key in used}
         if not places[0].is_parameter and key in stack.used_between:
             users.add(0)  # the embed stage runs through the code between the layers
         names = [place.name for place in places]

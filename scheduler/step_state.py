@@ -23,7 +23,7 @@ class StepState:
     step: int
     """Number of the step, from 1."""
     batches: Sequence[Batch]
-    """One per micro-batch."""
+    """One per micro-batch; empty once all have passed back, though the step's updates may still be under way."""
     num_items: int
     """Counted tokens of the whole step."""
     lr: float

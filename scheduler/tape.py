@@ -1,7 +1,7 @@
 """Follows tensors through a model's own code outside its layers, and says what every stage must be given.
 
 While a forward runs with its layers replaced, each torch call that touches a weight or what a layer returned is noted.
-Who replaces the layers is `probe.py`; what is noted is kept and replayed by `context.py`.
+Who replaces the layers is `stack.py`; what is noted is kept and replayed by `context.py`.
 """
 
 from __future__ import annotations

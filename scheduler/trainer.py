@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
@@ -26,128 +25,26 @@ from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientEr
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
-from hoist.scheduler.models import private_rng
+from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
+from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
 from hoist.tiers import heap
-from hoist.tiers.commit import CommitStatistics
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
-from hoist.tiers.io.base import IoEngine, IoStatistics
-from hoist.tiers.manager import Manager, ManagerStatistics, Residency
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.manager import Manager, Residency
 from hoist.tiers.store import Store
 
-IGNORED_LABEL = -100
 #: Key of the trainer's own counters in a commit's run record.
 COUNTERS_KEY = "counters"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics:
-    """What one step did. One JSON object a step in ``--metrics``."""
-
-    step: int
-    """Number of the step, from 1."""
-    loss: float
-    """Mean over the counted labels of the whole step, before the update."""
-    grad_norm: float
-    """Global 2-norm of the step's gradients."""
-    clip_scale: float
-    """What the gradients were multiplied with; 1 where nothing was clipped, 0 where the step was skipped."""
-    skipped_steps: int
-    """Steps of the whole run that were skipped because their gradients were not finite."""
-    lr: float
-    """Learning rate of the step's updates."""
-    tokens: int
-    """Tokens that went through the model."""
-    seconds: float
-    """Wall time from this step's call to its return."""
-    nvme_read_bytes: int
-    """Bytes read from the store's drive since the previous step returned."""
-    nvme_written_bytes: int
-    """Bytes written to it since then."""
-    nvme_read_saved_bytes: int
-    """Bytes not read from it since then, as what they hold was kept in memory from the step before."""
-    nvme_written_saved_bytes: int
-    """Bytes not written to it since then for that reason; what a commit then wrote of them is taken off."""
-    busy_seconds: dict[str, float]
-    """Per lane: time at work."""
-    stall_seconds: dict[str, float]
-    """Per lane: time idle while it still had work to do in this step."""
-    host_peak_bytes: int
-    """Most anonymous and shared memory beyond the baseline, so far in the run."""
-    device_peak_bytes: int
-    """Most memory on an accelerator; 0 on a CPU-only machine."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object; what is infinite or no number is null, which JSON has no word for."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalMetrics:
-    """What one evaluation found, and what it took."""
-
-    loss: float
-    """Mean over the counted labels of all its micro-batches."""
-    counted: int
-    """Labels that counted."""
-    tokens: int
-    """Tokens that went through the model."""
-    seconds: float
-    """Wall time, finishing the updates of the step before included."""
-    nvme_read_bytes: int
-    """Bytes read from the store's drive meanwhile, those of the step's updates apart."""
-    nvme_written_bytes: int
-    """Bytes written to it: activations that did not fit."""
-
-
 #: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
 RunRecord = Mapping[str, Any] | Callable[[StepMetrics], Mapping[str, Any]]
-
-
-@dataclass(kw_only=True, slots=True)
-class CommitTotals:
-    """What commits took, all together. They run beside computation; writes to freed slots wait for them."""
-
-    num_commits: int = 0
-    """Commits made."""
-    flush_seconds: float = 0.0
-    """Until what had been written was on the drive."""
-    seconds: float = 0.0
-    """From the beginning of each to its end."""
-
-    def add(self, commit: CommitStatistics) -> None:
-        """One more commit."""
-        self.join(CommitTotals(num_commits=1, flush_seconds=commit.flush_seconds, seconds=commit.seconds))
-
-    def join(self, other: CommitTotals) -> None:
-        """Those of another trainer too."""
-        self.num_commits += other.num_commits
-        self.flush_seconds += other.flush_seconds
-        self.seconds += other.seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerStatistics:
-    """What is where, and what has moved since the trainer was made."""
-
-    step: int
-    """Steps done, those of earlier runs included."""
-    residency: ManagerStatistics
-    """Bytes per tier; per kind of item: fills, writes (spills), hits, misses and evictions."""
-    nvme: IoStatistics
-    """The I/O engine's counters, since the engine was made."""
-    commits: CommitTotals
-    """Commits since the trainer was made."""
-    host_peak_bytes: int
-    """Most anonymous and shared memory beyond the baseline, so far in the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -393,7 +290,7 @@ class Trainer:
             )
             self._runtime.begin_evaluation(state)
             try:
-                with _evaluating(self._model.model), private_rng():
+                with evaluating(self._model.model), private_rng():
                     self._executor.run(plan, step)
                     self._executor.drain()
             finally:
@@ -457,6 +354,7 @@ class Trainer:
         self._last_spans = spans
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
+        state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
@@ -630,18 +528,6 @@ class Trainer:
 def _stored_bytes(store: Store) -> int:
     """Bytes of the store's arrays, all slots of a chunk counted as one."""
     return sum(STATE_BYTES * layout.padded_elements + layout.frozen_bytes for layout in store.layouts)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Around a forward without dropout; afterwards every module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _usable(batch: Batch) -> Batch:

@@ -27,6 +27,7 @@ from hoist.scheduler.head_loss import SLICE_BYTES, HeadLoss
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple
 from hoist.tiers.heap import OWN_MAPPING_BYTES
+from hoist.tiers.layout import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     such a batch.
     """
     embed = model.embed
-    values = {name: _absent_like(model, name) for name in _names(embed)}
+    values = {name: _absent_like(spec) for name, spec in model.used_by(embed)}
     embed.bind(values)
     try:
         tracker = _LiveBytes()
@@ -127,7 +128,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
         # Below what is trained there is no backward, and the first that is trained hands no gradient down.
         passes = (stage.index > first) - (stage.index < first)
         given = tuple((place.shape, place.dtype) for place in entering)
-        key = (passes, _signature(stage, context, entering), given)
+        key = (passes, _signature(model, stage, context), given)
         if key not in known:
             known[key] = (
                 (_measure_head(model, entering, batch, context, loss_slice_tokens, passes), ())
@@ -145,21 +146,16 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
     )
 
 
-def _names(stage: Stage) -> list[str]:
-    return [*(spec.name for spec in stage.tensors), *stage.borrowed]
-
-
-def _absent_like(model: StagedModel, name: str) -> Tensor:
-    _, spec = model.tensor(name)
+def _absent_like(spec: TensorSpec) -> Tensor:
     scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype))
     return scalar.expand(spec.shape)
 
 
-def _signature(stage: Stage, context: Context, entering: Sequence[Packed]) -> object:
+def _signature(model: StagedModel, stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
     if not stage.is_known_by_shape:
         return stage.index
-    shapes = tuple((spec.shape, spec.trainable, spec.dtype) for spec in stage.tensors)
+    shapes = tuple((spec.shape, spec.trainable, spec.compute_dtype) for _, spec in model.used_by(stage))
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
     layer = stage.index - 1
@@ -265,8 +261,8 @@ def _run_stage(
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
         fake_context = replace(context, tensors=tuple(given(tensor) for tensor in context.tensors))
         values = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
-            for spec in (model.tensor(name)[1] for name in _names(stage))
+            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
+            for name, spec in model.used_by(stage)
         }
     stage.bind(values)
     try:

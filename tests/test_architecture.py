@@ -53,12 +53,24 @@ def test_tiers_and_optim_know_nothing_of_models(package: str) -> None:
         assert not [name for name in imported(path) if name.split(".")[0] == "transformers"], relative(path)
 
 
-@pytest.mark.parametrize("name", ["scheduler/ops.py", "scheduler/plan.py", "scheduler/link.py"])
+#: Modules of `scheduler/` that write, order and link a plan.
+PURE = ("activation_slots", "link", "ops", "plan", "visits")
+
+
+@pytest.mark.parametrize("name", PURE)
 def test_plans_are_pure(name: str) -> None:
     """They import no torch, no os, no threads: nothing but what data and arithmetic need, and each other."""
     allowed = {"__future__", "collections", "dataclasses", "enum", "typing"}
-    outside = {other for other in imported(ROOT / name) if other.split(".")[0] not in allowed}
-    assert all(other.startswith(("hoist.scheduler.ops", "hoist.scheduler.plan")) for other in outside)
+    outside = {other for other in imported(ROOT / "scheduler" / f"{name}.py") if other.split(".")[0] not in allowed}
+    assert all(other.startswith(tuple(f"hoist.scheduler.{one}" for one in PURE)) for other in outside)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_nothing_pins_or_pickles_tensors_one_by_one(path: Path) -> None:
+    """torch's pinned allocator rounds each up to a power of two, and a pickle runs what is in it."""
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    assert not [name for name in called if name.endswith(".pin_memory")], relative(path)
+    assert not called & {"torch.save", "torch.load", "pickle.dump", "pickle.dumps"}, relative(path)
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.name == "__init__.py"], ids=relative)

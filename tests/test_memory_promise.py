@@ -124,7 +124,19 @@ def test_the_peak_stays_below_the_line(directory: Path, task: Task) -> None:
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
     assert (used.kept > 0) == (task.residency > 0)
     assert peak <= used.allowed
+    assert peak >= 0.85 * used.need, "what is predicted is taken"
     assert used.reported_peak == pytest.approx(peak, rel=0.10)
+
+
+def test_a_resumed_run_takes_no_more_than_a_fresh_one(directory: Path) -> None:
+    """From the process's start on: the store is checked and opened, and nothing of it is loaded whole."""
+    task = Task(directory=str(directory), hidden=256, layers=12, vocab=2048, budget_mib=48, steps=1)
+    fresh, fresh_peak = run(task)
+    resumed, peak = run(task)
+    print(f"{fresh}, sampled {fresh_peak / MIB:.1f} MiB, then {peak / MIB:.1f} MiB")
+    assert resumed.losses != fresh.losses
+    assert fresh.states >= 2 * fresh.budget
+    assert peak <= 1.1 * fresh_peak
 
 
 @pytest.mark.parametrize("tokens", [512, pytest.param(4096, marks=pytest.mark.slow)])

@@ -595,6 +595,7 @@ class Store:
             if self.record is None:
                 raise RuntimeError(f"{self.directory}: nothing was ever committed")
             yield self.record
+
     def chunk_files(self) -> list[StoredChunk]:
         """Every chunk file of the store; those that the last commit does not name have no ``crc32c``."""
         committed = {chunk.path: chunk for chunk in self.committed_chunks()}

@@ -29,10 +29,11 @@ from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine

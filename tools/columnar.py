@@ -44,6 +44,11 @@ def read_table(path: Path) -> Iterator[Record]:
         for fields, share in _parquet(path) if path.suffix.lower() == ".parquet" else _arrow(path, size):
             number += 1
             yield Record(number, fields, int(share * size))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--data {path}: has text after row {number} that is no UTF-8 (byte {error.object[error.start]:#04x}); "
+            "write it again"
+        ) from error
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, DataError):
             raise

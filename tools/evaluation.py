@@ -5,6 +5,7 @@ How a forward alone is run is `hoist.scheduler.trainer`'s business; which rows a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.trainer import EvalMetrics, Trainer
+from hoist.scheduler.metrics import EvalMetrics
+from hoist.scheduler.trainer import Trainer
 from hoist.tools.rows import IGNORED_LABEL, Rows
 from hoist.tools.split import HeldOut
 
@@ -39,7 +41,7 @@ class EvalRecord:
     def to_json(self) -> dict[str, Any]:
         """The record as a JSON object; a loss that is no number is null."""
         document = asdict(self)
-        if not torch.isfinite(torch.tensor(self.eval_loss)):
+        if not math.isfinite(self.eval_loss):
             document["eval_loss"] = None
         return document
 

@@ -6,6 +6,7 @@ written with the store is `export_check.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,19 @@ from transformers import PreTrainedModel
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.models import build_model
 from hoist.scheduler.reading import TensorReader
+from hoist.tiers.allocation import DirectoryState, directory_state
 from hoist.tiers.arena import Arena
 from hoist.tiers.errors import StoreFormatError
-from hoist.tiers.format import MODEL_DIRECTORY
+from hoist.tiers.format import COMMIT_NAME, MODEL_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import PlacedTensor, StageLayout
 from hoist.tiers.store import Store
 from hoist.tools.adapter_export import WEIGHTS_FILE, Merger, adapter_names, merged_names, write_config
 from hoist.tools.checkpoint_names import published
-from hoist.tools.errors import ExportError
+from hoist.tools.errors import ExportError, ExportRefusedError
 from hoist.tools.export_check import compare
-from hoist.tools.lora import ADAPTER_KEY
 from hoist.tools.model_files import (
+    ADAPTER_KEY,
     WeightTypes,
     copy_model_files,
     load_config,
@@ -115,6 +117,7 @@ def export_store(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    _refuse_inside_store(target)
     with Store.open(store_directory, engine=engine, writable=False) as store:
         if store.record is None:
             raise StoreFormatError(f"{store.directory}: nothing is committed")
@@ -194,6 +197,13 @@ def export_store(
             dtype=types.main,
             base=str(adapter.get("base_model_name_or_path")) if adapter is not None and alone else None,
         )
+
+
+def _refuse_inside_store(target: Path) -> None:
+    """Raise ExportRefusedError for a target in a store, which keeps nothing of others': ``--fresh`` removes it."""
+    for folder in target.resolve().parents:
+        if os.access(folder / COMMIT_NAME, os.F_OK) and directory_state(folder) is DirectoryState.COMMITTED:
+            raise ExportRefusedError(f"export to {target}: lies inside the store {folder}; name a directory outside it")
 
 
 def _stored(store: Store) -> dict[str, tuple[StageLayout, PlacedTensor]]:

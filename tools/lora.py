@@ -25,8 +25,6 @@ from hoist.scheduler.stages import Stage
 from hoist.tools.invoked import install_command
 from hoist.tools.lora_options import ALL_LINEAR, LoraOptions
 
-#: Key of a store's attributes for what :func:`add_adapters` returns.
-ADAPTER_KEY = "adapter"
 #: What peft calls the one adapter that a model has here.
 _ADAPTER = "default"
 _BASE = ".base_layer."

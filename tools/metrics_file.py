@@ -1,6 +1,6 @@
 """The `--metrics` file: one JSON object a step, and one an evaluation, a line each, appended whole or not at all.
 
-What is in a line is `hoist.scheduler.trainer.StepMetrics` or `evaluation.EvalRecord`.
+What is in a line is `hoist.scheduler.metrics.StepMetrics` or `evaluation.EvalRecord`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.errors import MetricsError
 from hoist.tools.evaluation import EvalRecord
 

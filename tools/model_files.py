@@ -27,6 +27,8 @@ _SUFFIXES = frozenset(
 #: The terms that weights come under go with them.
 _TERMS = frozenset({"LICENSE", "LICENSE.md", "NOTICE", "NOTICE.md", "USE_POLICY.md"})
 _WEIGHT_INDEX = ".index.json"
+#: Key of a store's attributes for peft's configuration of its adapters.
+ADAPTER_KEY = "adapter"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,23 @@ def stored_weight_types(store: Store) -> WeightTypes:
     """What :func:`weight_types` was when the store was made; float32 for a store that does not say."""
     kept = store.attributes.get("model", {}).get("weights", {})
     return WeightTypes(main=kept.get("dtype", "float32"), others=kept.get("others", {}))
+
+
+def store_attributes(
+    source: ModelSource, *, attention: str, dropout: float | None, adapter: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What a new store says of its model. ``adapter``: peft's configuration of its adapters, if it has some."""
+    return {
+        **({} if adapter is None else {ADAPTER_KEY: adapter}),
+        "model": {
+            "name": source.name,
+            "type": source.config.model_type,
+            "attention": attention,
+            "dropout": dropout,
+            "weights": weight_types(source).to_json(),
+        },
+        "optimizer": {"kind": "adamw"},
+    }
 
 
 def _exportable(dtype: torch.dtype | None) -> str:

@@ -33,9 +33,16 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
-from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
+from hoist.tools.lora import add_adapters, with_adapters
 from hoist.tools.lora_options import LoraOptions
-from hoist.tools.model_files import config_difference, load_config, refuse_modules, save_model_files, weight_types
+from hoist.tools.model_files import (
+    ADAPTER_KEY,
+    config_difference,
+    load_config,
+    refuse_modules,
+    save_model_files,
+    store_attributes,
+)
 from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
 
@@ -58,7 +65,7 @@ def open_trainer(
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
     ``model`` is a Hugging Face directory or a preset's name, and may be left out where there is a store; or a list of
-    modules (:func:`stage_modules`), which must be given each time. A directory
+    modules (:func:`stage_modules`), which must be given each time and is trained as it was built. A directory
     without weights, and a preset, are initialised as transformers would, from ``config.seed``. ``dropout`` overrides
     every dropout probability. ``train`` and ``freeze`` are patterns over parameter names, for a new store: the first
     name all that is trained (none: everything is), the second what is not; ``lora`` trains adapters around the frozen
@@ -88,6 +95,13 @@ def open_trainer(
         )
         raise ConfigError(f"model: a {type(built).__name__} that is built in memory cannot be staged; {how}")
     if isinstance(model, ModuleModel):
+        given = {"attention": attention != "sdpa", "dropout": dropout is not None, "train": train, "freeze": freeze}
+        names = [name for name, value in {**given, "lora": lora is not None}.items() if value]
+        if names:
+            raise ConfigError(
+                f"{', '.join(names)}: cannot go with a list of modules; build these as they are to be trained, with "
+                "requires_grad off where they are frozen"
+            )
         with open_module_trainer(
             directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify
         ) as trainer:
@@ -155,16 +169,7 @@ def open_trainer(
                     setup=setup,
                     engine=engine,
                     source=weights if adapter is None else with_adapters(weights, config.seed),
-                    attributes={
-                        **({} if adapter is None else {ADAPTER_KEY: adapter}),
-                        "model": {
-                            "name": source.name,
-                            "type": source.config.model_type,
-                            "attention": attention,
-                            "weights": weight_types(source).to_json(),
-                        },
-                        "optimizer": {"kind": "adamw"},
-                    },
+                    attributes=store_attributes(source, attention=attention, dropout=dropout, adapter=adapter),
                     extras=lambda folder: save_model_files(source, folder),
                     drives=measured,
                     fresh=fresh,

@@ -12,14 +12,17 @@ from typing import Literal
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.module_stages import ModuleModel
-from hoist.scheduler.setup import check_model, lay_out_stages, prepare
+from hoist.scheduler.setup import Setup, check_model, lay_out_stages, prepare
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import check_creatable
 from hoist.tiers.dealing import measure, measured_bytes
 from hoist.tiers.drives import check_places
+from hoist.tiers.errors import HoistError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.layout import StageLayout
 from hoist.tiers.store import Store
 
 
@@ -44,9 +47,10 @@ def open_module_trainer(
                 Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
             )
             check_model(directory, model, store.layouts)
-            setup = prepare(model, store.layouts, config)
+            setup = _prepare(model, store.layouts, config)
         else:
-            setup = prepare(model, lay_out_stages(model), config)
+            model.require_initial_values()
+            setup = _prepare(model, lay_out_stages(model), config)
             check_creatable(directory, fresh=fresh)
             check_places(directory, further, fresh=fresh)
             places = [directory, *further] if further else []
@@ -67,3 +71,17 @@ def open_module_trainer(
         )
         model.drop_initial_values()
         yield trainer
+
+
+def _prepare(model: ModuleModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
+    """Size the run. Raises ConfigError where modules or loss fail on what the example says."""
+    try:
+        return prepare(model, layouts, config)
+    except HoistError:
+        raise
+    except Exception as error:  # whatever code of the user's raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"example: modules and loss fail on {config.micro_batch_size} rows like it ({reason}); give a micro-batch "
+            "as they will be given"
+        ) from error

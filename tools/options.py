@@ -106,7 +106,7 @@ class TrainOptions:
     freeze: tuple[str, ...] = ()
     """Patterns over parameter names that are not trained, whatever ``train`` says."""
     lora: str | None = None
-    """Train adapters around the frozen model instead: their rank and the like, see `tools/lora.py`."""
+    """Train adapters around the frozen model instead: their rank and the like, see `tools/lora_options.py`."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
     host_memory: str = "4GiB"

@@ -194,5 +194,7 @@ def _checked(text: str, name: str, where: str) -> str:
 
 
 def _type(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
+    names = {
+        type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", bytes: "bytes",
+    }  # fmt: skip
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")

@@ -1,6 +1,6 @@
 """What a run of `hoist train` tells while it goes on, as data; `show.py` puts it on a terminal or into a log.
 
-`train.py` fills these records in. Metrics of one step are `hoist.scheduler.trainer`'s.
+`train.py` fills these records in. Metrics of one step are `hoist.scheduler.metrics`'.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self
 
+from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.trainer import CommitTotals, StepMetrics
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
 

@@ -142,7 +142,7 @@ class StreamingWriter:
         self._complete = False
         self._made = [path for path in reversed(self._target.parents) if not path.exists()]
         #: Where everything is written until the end; config and tokenizer files may be saved here too.
-        self.temporary_directory = self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.tmp")
+        self.temporary_directory = self._target.parent / f".{self._target.name}.{secrets.token_hex(4)}.tmp"
         #: Open directory with a lock on it, so that others see that its writer lives; -1 if there is none.
         self._lock = -1
         self._prepare()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.invoked import command_name
 from hoist.tools.report import RunEnd, RunStart, promised_bytes

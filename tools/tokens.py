@@ -358,15 +358,20 @@ def short_hash(document: Any) -> str:
 
 
 def read_note(path: Path, key: Any) -> dict[str, Any] | None:
-    """What :func:`write_note` kept under the same key, or None if there is nothing or it cannot be read."""
+    """What :func:`write_note` kept under the same key, or None if there is nothing or it is not as written."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # a cache: whatever is wrong with it, the work is done again
     if not isinstance(document, dict) or document.get("key") != key or not isinstance(document.get("value"), dict):
         return None
     value: dict[str, Any] = document["value"]
-    return value
+    return value if document.get("crc32c") == _note_checksum(value) else None
+
+
+def _note_checksum(value: dict[str, Any]) -> int:
+    """Of what is kept: damage must not pass for facts about the data."""
+    return int(google_crc32c.value(json.dumps(value, sort_keys=True).encode()))
 
 
 def write_note(path: Path, key: Any, value: dict[str, Any]) -> None:
@@ -375,7 +380,8 @@ def write_note(path: Path, key: Any, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
+        document = {"key": key, "value": value, "crc32c": _note_checksum(value)}
+        temporary.write_text(json.dumps(document), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

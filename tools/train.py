@@ -1,7 +1,7 @@
 """`hoist train`: from options to a trained store. Opens or creates the store, feeds it steps, commits, reports.
 
-Everything that can be refused is refused before anything is created: place, lock, metrics file, model, budget, space
-and weights first, data last. Options are in `options.py`, what is told in `report.py`, the engine in `hoist.scheduler`.
+Everything that can be refused is refused before anything is created: what `preparing.py` looks at first, data last.
+Options are in `options.py`, what is told in `report.py`, the engine in `hoist.scheduler`.
 """
 
 from __future__ import annotations
@@ -13,46 +13,34 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import Source, create_store, initialised
+from hoist.scheduler.creation import create_store
 from hoist.scheduler.delay import SHARES, StepTimes, choose
-from hoist.scheduler.errors import ConfigError, ModelError, NonFiniteGradientError
-from hoist.scheduler.freezing import choose_trained
-from hoist.scheduler.isolation import check_isolation
-from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.models import build_model
-from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
-from hoist.scheduler.stages import StagedModel, split
-from hoist.scheduler.trainer import CommitTotals, StepMetrics, Trainer
-from hoist.tiers import allocation, drives
-from hoist.tiers.allocation import DirectoryState
-from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
+from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
+from hoist.scheduler.metrics import CommitTotals, StepMetrics
+from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers import allocation
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
-from hoist.tiers.footprint import warm_up
-from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, SCRATCH_DIRECTORY, CommitRecord
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.io.choose import choose_engine
-from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
-from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
-from hoist.tools.drives import follow, shares
+from hoist.tools.drives import shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
-from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.invoked import command_name
-from hoist.tools.lora import ADAPTER_KEY, add_adapters, with_adapters
-from hoist.tools.metrics_file import MetricsFile, check_metrics_path
-from hoist.tools.model_files import config_difference, load_config, save_model_files, small_bytes, weight_types
+from hoist.tools.metrics_file import MetricsFile
+from hoist.tools.model_files import save_model_files, store_attributes
 from hoist.tools.options import AUTO, TrainOptions
-from hoist.tools.presets import PRESETS, ModelSource, load_model_source
+from hoist.tools.preparing import Prepared, checked, named, open_engine, prepare_run
+from hoist.tools.presets import PRESETS, ModelSource
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.rows import Rows
-from hoist.tools.snapshot import AutomaticSnapshots, check_space_for_run
+from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
 from hoist.tools.text import ByteTokenizer, stdlib_sources
 
@@ -64,47 +52,12 @@ MEASURED_STEPS = 3
 _MANY_IDS = 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prepared:
-    """A run that was not refused. Nothing is created yet."""
-
-    options: TrainOptions
-    directory: Path
-    """The store's main directory, absolute."""
-    drives: tuple[MeasuredDirectory, ...]
-    """All directories of a new store that spans several, the main one first; else empty."""
-    found: CommitRecord | None
-    """The commit that the run goes on from; None for a new store."""
-    source: ModelSource
-    model: StagedModel
-    layouts: tuple[StageLayout, ...]
-    setup: Setup
-    adapter: Mapping[str, Any] | None
-    """peft's configuration of a new store's adapters; None if it has none."""
-    weights: Source
-    """Of a new store."""
-    baseline_bytes: int
-
-    @property
-    def step(self) -> int:
-        """Steps that are behind the run."""
-        return 0 if self.found is None else self.found.step
-
-    @property
-    def totals(self) -> Totals:
-        """What earlier calls have done."""
-        if self.found is None:
-            return Totals()
-        recorded = self.found.run.get("totals")
-        return Totals(since_step=self.found.step) if recorded is None else Totals.from_json(recorded)
-
-
 def train(options: TrainOptions, report: Reporter) -> RunEnd:
     """Run training as told. Raises HoistError with one line; the store is then at its last commit, or as before."""
     with ExitStack() as cleanup:
         stop = cleanup.enter_context(Stop())
-        with _engine(options.io) as engine:
-            run = _prepare(options, engine, report, stop)
+        with open_engine(options.io) as engine:
+            run = prepare_run(options, engine, report, stop)
             options = run.options
             if run.found is not None and run.step >= options.steps:
                 return _end(run, stop, step=run.step)
@@ -124,211 +77,10 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation).run_to_end()
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
-
-
-def _prepare(options: TrainOptions, engine: IoEngine, report: Reporter, stop: Stop) -> _Prepared:
-    """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing."""
-    directory, *further = (Path(os.path.abspath(place)) for place in options.store)  # noqa: PTH100 (links keep names)
-    with _named("--store", directory, *further):
-        resume = _check_place(directory, further, options)
-        if options.metrics is not None:
-            check_metrics_path(Path(options.metrics))
-        found: CommitRecord | None = None
-        layouts: tuple[StageLayout, ...] = ()
-        if resume:
-            # Read-only, so that whatever is refused later leaves the store as it was.
-            with Store.open(directory, engine=engine, writable=False) as store:
-                found, layouts, num_slots = store.record, store.layouts, store.num_slots
-            assert found is not None
-            options, changed = options.resuming(found.run.get("options", {}))
-            check_slots(directory, num_slots, options.trainer_config())
-            if "options" not in found.run:
-                report.notice(
-                    f"--store {options.main_store}: was not trained by this command so far: its settings are not "
-                    "recorded, and those that are not given have their defaults"
-                )
-            if changed:
-                report.notice(f"changed since the last commit: {', '.join(changed)}")
-        source = _model_source(options, directory if resume else None)
-        options.require_validation_data()
-        _check_positions(options, source)
-        model, adapter = _staged(options, source, layouts)
-        if options.isolate_documents:
-            _check_isolation(options, model)
-        stop.check()
-        if not resume:
-            layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
-        baseline_bytes = warm_up()
-        setup = prepare(model, layouts, options.trainer_config())
-        weights = initialised(options.seed)
-        if options.snapshot_every:
-            _check_snapshot_space(directory, options, found, layouts, setup)
-        measured: tuple[MeasuredDirectory, ...] = ()
-        if not resume:
-            if further:
-                measured = measure([directory, *further], engine, num_bytes=measured_bytes(layouts))
-            Store.check_creation(
-                directory,
-                layouts=layouts,
-                attributes=_attributes(options, source, adapter),
-                num_slots=setup.num_slots,
-                scratch_bytes=setup.scratch_bytes + small_bytes(source),
-                drives=measured,
-                fresh=options.fresh,
-            )
-            if source.checkpoint is not None:
-                weights = checkpoint_weights(source.checkpoint, model, engine)
-                if allocation.directory_state(directory) is DirectoryState.COMMITTED:  # --fresh: there is one to lose
-                    checking = _checked("checking the weights", report, stop)
-                    check_weights(source.checkpoint, model, engine, progress=checking)
-        stop.check()
-    return _Prepared(
-        options=options,
-        directory=directory,
-        drives=measured,
-        found=found,
-        source=source,
-        model=model,
-        layouts=layouts,
-        setup=setup,
-        adapter=adapter,
-        weights=weights if adapter is None else with_adapters(weights, options.seed),
-        baseline_bytes=baseline_bytes,
-    )
-
-
-def _check_snapshot_space(
-    directory: Path, options: TrainOptions, found: CommitRecord | None, layouts: Sequence[StageLayout], setup: Setup
-) -> None:
-    """Refuse snapshots that the drive has no room for besides the store, which may have to be made, and its scratch."""
-    bytes_each = sum(STATE_BYTES * layout.padded_elements for layout in layouts)
-    # What is there already, the last run's scratch too, takes no more room.
-    new_bytes = max(0, setup.scratch_bytes - allocation.tree_bytes(directory / SCRATCH_DIRECTORY))
-    if allocation.directory_state(directory) is not DirectoryState.COMMITTED:
-        new_bytes += setup.num_slots * bytes_each
-    check_space_for_run(
-        directory,
-        every=options.snapshot_every,
-        keep=options.keep_snapshots,
-        step=0 if found is None else found.step,
-        steps=options.steps,
-        bytes_each=bytes_each,
-        leave_bytes=new_bytes,
-    )
-
-
-@contextmanager
-def _named(option: str, path: Path, *others: Path) -> Iterator[None]:
-    """Put the option before refusals that name one of its values alone, and before others the first as well."""
-    try:
-        yield
-    except (StoreRefusedError, StoreLockedError) as error:
-        text = str(error)
-        if text.startswith("--"):
-            raise
-        if any(text.startswith(f"{one}:") for one in (path, *others)):
-            raise type(error)(f"{option} {text}") from error
-        raise type(error)(f"{option} {path}: {text}") from error
-
-
-def _engine(kind: str) -> IoEngine:
-    try:
-        return choose_engine(kind)
-    except RefusalError as error:
-        raise RefusalError(f"--io {kind}: {error}") from error
-
-
-def _check_positions(options: TrainOptions, source: ModelSource) -> None:
-    """Refuse rows that are longer than what the model has positions for."""
-    most = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < options.seq_len:
-        raise ConfigError(
-            f"--seq-len: {options.seq_len} is more than the {most} positions (max_position_embeddings) of --model "
-            f"{options.model}; give at most {most}"
-        )
-
-
-def _staged(
-    options: TrainOptions, source: ModelSource, layouts: Sequence[StageLayout]
-) -> tuple[StagedModel, Mapping[str, Any] | None]:
-    """The model in stages, and peft's configuration of its adapters, if it is to have some.
-
-    Frozen weights are kept as they are in the store (``layouts``), or in the checkpoint.
-    """
-    adapter: Mapping[str, Any] | None = None
-    lora = options.lora_options()
-    try:
-        model = build_model(source.config, attention=options.attention, dropout=options.dropout)
-        if lora is not None:
-            adapter = add_adapters(model, lora, base=str(source.directory or source.name))
-        else:
-            choose_trained(model, train=options.train, freeze=options.freeze)
-        staged = split(model)
-    except ModelError as error:
-        advice = "" if ";" in str(error) else "; name another model"
-        raise ModelError(f"--model {options.model}: {error}{advice}") from error
-    if layouts:
-        dtypes = stored_dtypes(layouts)
-    else:
-        dtypes = {} if source.checkpoint is None else checkpoint_dtypes(source.checkpoint, staged)
-    staged.keep_frozen_as(dtypes)
-    return staged, adapter
-
-
-def _check_isolation(options: TrainOptions, model: StagedModel) -> None:
-    try:
-        check_isolation(model)
-    except ModelError as error:
-        raise ModelError(f"--isolate-documents: {error}; leave it out, or give --no-pack") from error
-
-
-def _check_place(directory: Path, further: Sequence[Path], options: TrainOptions) -> bool:
-    """True to resume the store at ``directory``, False to make one there. Refuses a place where neither can be.
-
-    A store's drives that are mounted elsewhere now are found where ``further`` says.
-    """
-    drives.refuse_drive(directory)
-    state = allocation.directory_state(directory)
-    resume = state is DirectoryState.COMMITTED and not options.fresh
-    if resume:
-        allocation.check_no_snapshot(directory)
-        allocation.check_writable(directory)
-        if further:
-            follow(directory, further)
-    else:
-        allocation.check_creatable(directory, fresh=options.fresh)
-        drives.check_places(directory, further, fresh=options.fresh)
-    check_unlocked(directory / LOCK_NAME)
-    return resume
-
-
-def _model_source(options: TrainOptions, store: Path | None) -> ModelSource:
-    """The model that is named; to resume, the store's own, and a named one must have the same configuration."""
-    if store is None:
-        return load_model_source(options.model)
-    folder = store / MODEL_DIRECTORY
-    config = load_config(folder)
-    if "model" in options.given:
-        difference = config_difference(load_model_source(options.model).config, config)
-        if difference is not None:
-            raise StoreRefusedError(
-                f"--model {options.model}: not the model of --store {options.main_store}: {difference}; leave --model "
-                "out, name another --store, or start over with --fresh"
-            )
-    return ModelSource(
-        name=options.model,
-        config=config,
-        directory=folder,
-        tokenizer=load_model_source(str(folder)).tokenizer,
-        checkpoint=None,
-    )
-
-
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
+def _data(run: Prepared, report: Reporter, stop: Stop) -> Rows | None:
     """The rows, ready; None for a run of no steps, which needs none. What a refusal has made is removed again."""
     options = run.options
     paths = tuple(Path(path) for path in options.data)
@@ -348,7 +100,7 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
             "written; put the store into a folder that you may write"
         )
     rows = _rows(
-        run, paths, _checked("reading data", report, stop), micro_batch_size=options.micro_batch_size,
+        run, paths, checked("reading data", report, stop), micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches, validation_share=options.validation_split, seed=options.seed,
     )  # fmt: skip
     if options.data:  # that a few of Python's own files are no UTF-8 concerns nobody
@@ -364,7 +116,7 @@ def _data(run: _Prepared, report: Reporter, stop: Stop) -> Rows | None:
 
 
 def _rows(
-    run: _Prepared, paths: Sequence[Path], progress: Callable[[int, int], None], option: str = "--data", **more: Any
+    run: Prepared, paths: Sequence[Path], progress: Callable[[int, int], None], option: str = "--data", **more: Any
 ) -> Rows:
     """The rows of some data, made as the options say."""
     options = run.options
@@ -382,24 +134,24 @@ def _rows(
     )
 
 
-def _cache(run: _Prepared) -> Path:
+def _cache(run: Prepared) -> Path:
     return run.directory.with_name(run.directory.name + CACHE_SUFFIX)
 
 
-def _validation_data(run: _Prepared, rows: Rows, report: Reporter, stop: Stop) -> Rows | None:
+def _validation_data(run: Prepared, rows: Rows, report: Reporter, stop: Stop) -> Rows | None:
     """Rows of ``--validation-data``; None without it. A refusal takes back what ``rows`` has put into the cache."""
     paths = tuple(Path(path) for path in run.options.validation_data)
     if not paths:
         return None
     with _undone([rows]):
-        found = _rows(run, paths, _checked("reading validation data", report, stop), option="--validation-data")
+        found = _rows(run, paths, checked("reading validation data", report, stop), option="--validation-data")
     for notice in found.source.notices:
         report.notice(notice)
     return found
 
 
 def _evaluation(
-    run: _Prepared, rows: Rows, validation: Rows | None, data: token_data.StepData
+    run: Prepared, rows: Rows, validation: Rows | None, data: token_data.StepData
 ) -> Evaluation | None:
     """Evaluations as the options say; None where there is nothing to evaluate with."""
     options = run.options
@@ -425,7 +177,7 @@ def _pad_id(source: ModelSource) -> int:
     return found if isinstance(found, int) and 0 <= found < source.vocab_size else 0
 
 
-def _text_as(run: _Prepared, rows: Rows) -> str | None:
+def _text_as(run: Prepared, rows: Rows) -> str | None:
     """How text became ids, for people; None if the data is all ids."""
     if rows.source.tokenizer is None:
         return None
@@ -434,17 +186,7 @@ def _text_as(run: _Prepared, rows: Rows) -> str | None:
     return "as bytes" if run.options.model in PRESETS else "as bytes (the model directory has no tokenizer)"
 
 
-def _checked(what: str, report: Reporter, stop: Stop) -> Callable[[int, int], None]:
-    """A progress callback through which a signal ends the work."""
-
-    def progress(done: int, total: int) -> None:
-        stop.check()
-        report.progress(what, done, total)
-
-    return progress
-
-
-def _step_data(run: _Prepared, rows: Rows, report: Reporter) -> token_data.StepData:
+def _step_data(run: Prepared, rows: Rows, report: Reporter) -> token_data.StepData:
     """The data from where the store's last commit stands."""
     options = run.options
     recorded = None if run.found is None else run.found.run.get("data")
@@ -469,13 +211,13 @@ def _step_data(run: _Prepared, rows: Rows, report: Reporter) -> token_data.StepD
 
 @contextmanager
 def _store(
-    run: _Prepared, engine: IoEngine, rows: Sequence[Rows], report: Reporter, stop: Stop
+    run: Prepared, engine: IoEngine, rows: Sequence[Rows], report: Reporter, stop: Stop
 ) -> Iterator[Store]:
     """The store, open for writing: the one that was found, or a new one at step 0."""
     options = run.options
-    with _named("--store", run.directory, *(one.directory for one in run.drives)), _undone(rows):
+    with named("--store", run.directory, *(one.directory for one in run.drives)), _undone(rows):
         if run.found is not None:
-            checking = _checked("checking the store", report, stop)
+            checking = checked("checking the store", report, stop)
             check: Literal["sizes", "crc"] = "sizes" if options.verify == "never" else "crc"
             store = Store.open(run.directory, engine=engine, check=check, progress=checking)
             if store.record != run.found:
@@ -490,12 +232,14 @@ def _store(
                 setup=run.setup,
                 engine=engine,
                 source=run.weights,
-                attributes=_attributes(options, run.source, run.adapter),
+                attributes=store_attributes(
+                    run.source, attention=options.attention, dropout=options.dropout, adapter=run.adapter
+                ),
                 run={"options": options.remembered()},
                 extras=lambda folder: save_model_files(run.source, folder),
                 drives=run.drives,
                 fresh=options.fresh,
-                progress=lambda what, done, total: _checked(what, report, stop)(done, total),
+                progress=lambda what, done, total: checked(what, report, stop)(done, total),
             )
     with store:
         yield store
@@ -515,20 +259,6 @@ def _undone(rows: Sequence[Rows]) -> Iterator[None]:
         raise
 
 
-def _attributes(options: TrainOptions, source: ModelSource, adapter: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {
-        **({} if adapter is None else {ADAPTER_KEY: adapter}),
-        "model": {
-            "name": source.name,
-            "type": source.config.model_type,
-            "attention": options.attention,
-            "dropout": options.dropout,
-            "weights": weight_types(source).to_json(),
-        },
-        "optimizer": {"kind": "adamw"},
-    }
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -537,7 +267,7 @@ class _Loop:
 
     def __init__(
         self,
-        run: _Prepared,
+        run: Prepared,
         store: Store,
         data: token_data.StepData,
         start: RunStart,
@@ -667,7 +397,7 @@ class _Loop:
 
 
 @contextmanager
-def _explained(run: _Prepared, trainer: Trainer) -> Iterator[None]:
+def _explained(run: Prepared, trainer: Trainer) -> Iterator[None]:
     """Say of a failure where the store now stands, and what to do."""
     again = f"{command_name()} train --store {shlex.quote(run.options.main_store)}"
     try:
@@ -694,7 +424,7 @@ def _require_finite(metrics: StepMetrics) -> None:
 
 
 def _start(
-    run: _Prepared,
+    run: Prepared,
     engine: IoEngine,
     rows: Rows,
     data: token_data.StepData,
@@ -738,7 +468,7 @@ def _commit_rule(config: TrainerConfig, setup: Setup) -> str:
 
 
 def _end(
-    run: _Prepared,
+    run: Prepared,
     stop: Stop,
     *,
     step: int,

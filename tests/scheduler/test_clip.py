@@ -22,7 +22,8 @@ from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.metrics import StepMetrics
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store

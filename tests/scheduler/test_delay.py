@@ -18,8 +18,9 @@ from hoist.scheduler.config import Order
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
+from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.ops import Kind
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.trainer import EvalMetrics, StepMetrics, Trainer
+from hoist.scheduler.metrics import EvalMetrics, StepMetrics
+from hoist.scheduler.trainer import Trainer
 from tests.support.models import num_counted, reference_model, tiny_config
 from tests.support.training import (
     Batch,

@@ -19,9 +19,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.optim.schedules import Schedule
 from hoist.scheduler.config import Order
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.metrics import StepMetrics
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
+from hoist.tools.read_tensor import read_tensor
+from tests.scheduler.test_stages import router_config
 from tests.support.models import batch_of, reference_model, tiny_config
 from tests.support.training import (
     Batch,
@@ -428,3 +430,74 @@ def test_the_gradient_norm_is_torchs_within_float32(plan: Order, tmp_path: Path)
     accumulate_gradients(model, make_steps(1, 3)[0])
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
     assert got.metrics[0].grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+# --- whose weight it is ---------------------------------------------------------------------------------------------
+
+
+class Adding(nn.Module):
+    """Adds the bias of a module that belongs to another layer."""
+
+    def __init__(self, inner: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.others = [other]  # no submodule of this one
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.inner(hidden)
+        return result + self.others[0].get_parameter("bias")
+
+
+def with_a_bias_of_another_layer(model: PreTrainedModel) -> None:
+    layers = model.get_submodule("transformer.h")
+    assert isinstance(layers, nn.ModuleList)
+    layers[2].mlp = Adding(layers[2].get_submodule("mlp"), layers[0].get_submodule("mlp.c_proj"))
+
+
+@pytest.mark.parametrize(("plan", "budget_factor"), [("vertical", 1.0), ("horizontal", 2.0)])
+def test_a_layer_that_uses_a_weight_of_another_layer(plan: Order, budget_factor: float, tmp_path: Path) -> None:
+    """In an addition, where no module is called that could be noticed: it is lent, and both gradients count."""
+    recipe = Recipe(alter=with_a_bias_of_another_layer)
+    engine = Engine(plan=plan, budget_factor=budget_factor, max_chunk_elements=4096)
+    got = train(tmp_path / "store", tiny_config("gpt2"), make_steps(3, 1), recipe, engine)
+    assert_identical(got, train_reference(tiny_config("gpt2"), make_steps(3, 1), recipe))
+    assert_nvme_was_used(got)
+
+
+def with_equal_embeddings(model: PreTrainedModel) -> None:
+    model.lm_head.weight = nn.Parameter(model.get_parameter("model.embed_tokens.weight").detach().clone())
+
+
+def test_equal_values_do_not_make_one_tensor_of_two(tmp_path: Path) -> None:
+    """Embedding and head begin equal, and are not tied."""
+    recipe = Recipe(alter=with_equal_embeddings)
+    engine = Engine(max_chunk_elements=4096)
+    got = train(tmp_path / "store", tiny_config("llama"), make_steps(3, 2), recipe, engine)
+    assert_identical(got, train_reference(tiny_config("llama"), make_steps(3, 2), recipe))
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    first, second = (got.initial[name] for name in names)
+    assert torch.equal(first, second)
+    assert not torch.equal(*(got.states.weights[name] for name in names))
+
+
+def with_router_bias(model: PreTrainedModel) -> None:
+    """A persistent buffer that decides which experts a token goes to."""
+    model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias = torch.tensor([0.5, -0.5, 0.25, 0.0])
+
+
+def test_packed_experts_larger_than_a_chunk_and_a_routers_buffer(tmp_path: Path) -> None:
+    recipe = Recipe(alter=with_router_bias)
+    config = router_config()
+    kept: list[Tensor] = []
+
+    def note(store: Store, files: IoEngine, done: StepMetrics) -> None:
+        kept.append(torch.from_numpy(read_tensor(store.directory, "model.layers.1.mlp.gate.e_score_correction_bias")))
+
+    engine = Engine(max_chunk_elements=4096)
+    got = train(tmp_path / "store", config, make_steps(3, 2), recipe, engine, after_step=note)
+    assert_identical(got, train_reference(config, make_steps(3, 2), recipe))
+    assert_nvme_was_used(got)
+    packed = [value for name, value in got.states.weights.items() if ".experts." in name]
+    assert {value.dim() for value in packed} == {3}
+    assert max(value.numel() for value in packed) > 3 * 4096
+    assert [value.tolist() for value in kept] == [[0.5, -0.5, 0.25, 0.0]] * 3

@@ -10,6 +10,7 @@ import torch
 from transformers import BloomConfig, Lfm2Config, LlamaConfig, PreTrainedConfig
 
 from hoist.scheduler.errors import ModelError
+from hoist.scheduler.freezing import choose_trained
 from hoist.scheduler.isolation import check_isolation
 from hoist.scheduler.models import build_model
 from hoist.scheduler.stages import split
@@ -60,6 +61,16 @@ def test_layers_that_are_handed_more_and_masks_without_positions(model_type: str
     with nullcontext() if isolated else pytest.raises(ModelError, match="mixes the documents of a packed row"):
         check_isolation(staged)
     assert isolates(config, attention) is isolated
+
+
+def test_frozen_weights_that_are_kept_in_16_bits_are_tried_in_float32() -> None:
+    """As training has them, beside trained ones in one layer: adapters around a frozen base."""
+    model = build_model(tiny_config("llama"))
+    choose_trained(model, train=["*layers.1.self_attn*"])
+    staged = split(model)
+    frozen = [spec.name for stage in staged.stages for spec in stage.tensors if spec.frozen_weight]
+    staged.keep_frozen_as(dict.fromkeys(frozen, "bfloat16"))
+    check_isolation(staged)
 
 
 def test_layers_that_mix_documents_are_named() -> None:

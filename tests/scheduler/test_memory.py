@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.memory import (
     GRADIENT_BYTES,
     MIN_PIECE_ELEMENTS,
@@ -23,7 +24,7 @@ from hoist.scheduler.memory import (
     piece_limit,
     smallest,
 )
-from hoist.scheduler.plan import FROZEN_PIECE, MIN_ACTIVATION_SLOTS
+from hoist.scheduler.plan import FROZEN_PIECE
 from hoist.scheduler.residency import Candidate, Keep
 from hoist.tiers.errors import BudgetError
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,6 +54,17 @@ def make(tmp_path: Path) -> Iterator[Trainer]:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     yield from make(tmp_path)
+
+
+def test_batches_are_let_go_of_when_their_step_returns(trainer: Trainer) -> None:
+    """Its updates go on, but the budget has room for what one step is fed and what its caller makes for the next."""
+    for seed in range(2):
+        fed = [batch(seed), batch(seed + 10)]
+        tensors = [weakref.ref(tensor) for one in fed for tensor in one.values()]
+        trainer.step(fed)
+        del fed
+        gc.collect()
+        assert [tensor() for tensor in tensors] == [None] * 4
 
 
 @pytest.fixture(scope="module")

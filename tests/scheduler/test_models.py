@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import BertConfig, Gemma3TextConfig, GemmaConfig, GPT2Config, LlamaConfig, Qwen2Config, T5Config
+from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import absent, build_model, stage_seed
 from hoist.scheduler.stages import split
 from tests.support.models import FAMILIES, batch_of, reference_model, tiny_config
 
+#: More kinds of tables and scales than the families have.
+MORE: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen2": Qwen2Config, "gemma": GemmaConfig, "gemma3": Gemma3TextConfig
+}  # fmt: skip
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_every_non_persistent_buffer_equals_ordinary_construction(family: str) -> None:
-    config = tiny_config(family)
+    config = tiny_config("llama" if family in MORE else family)
+    if family in MORE:
+        sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+        config = MORE[family](
+            **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, pad_token_id=0
+        )
     built = build_model(config)
     reference = reference_model(config, attention="eager" if family == "gemma2" else "sdpa")
     expected = dict(reference.named_buffers())

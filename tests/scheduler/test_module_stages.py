@@ -274,6 +274,21 @@ def test_init_fills_what_is_on_meta_and_leaves_the_rest(tmp_path: Path) -> None:
     assert same_bits(torch.from_numpy(hoist.read_tensor(tmp_path / "store", "1.inner.weight")), expected)
 
 
+def test_values_that_are_gone_are_not_made_up(tmp_path: Path) -> None:
+    """A second new store would begin with other ones; a resumed one needs none, nor do modules on meta."""
+    model = staged()
+    train(tmp_path / "store", model, 1)
+    with pytest.raises(ConfigError, match=r"model: the value that 0\.bias had was let go of when a trainer was opened"):
+        train(tmp_path / "other", model, 0)
+    assert not (tmp_path / "other").exists()
+    train(tmp_path / "store", model, 2)
+    model = staged(on_meta())
+    for name in ("third", "fourth"):
+        train(tmp_path / name, model, 0)
+    third, fourth = (hoist.read_tensor(tmp_path / name, "0.weight") for name in ("third", "fourth"))
+    assert (third == fourth).all()
+
+
 def test_what_nobody_fills_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"0\.weight was left without initial values; fill it in init"):
         train(tmp_path / "store", staged(on_meta(), init=lambda module: None), 0)
@@ -282,6 +297,10 @@ def test_what_nobody_fills_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a Block of stage layer\.0 was built on the meta device and has no reset_"):
         train(tmp_path / "other", staged([modules()[0], block, modules()[-1]]), 0)
     assert not (tmp_path / "other" / "COMMIT.json").exists()
+    with torch.device("meta"):
+        numbered = Numbered()
+    with pytest.raises(ModelError, match=r"0\.seen was left without initial values; fill it in init"):
+        train(tmp_path / "third", staged([numbered, *modules()[1:]]), 0)
 
 
 def test_the_workspace_of_every_module_counts() -> None:
@@ -294,6 +313,94 @@ def test_the_workspace_of_every_module_counts() -> None:
     assert found.boundary_bytes == 4 * ROWS * WIDTH
 
 
+# ---------------------------------------------------------------------- resuming
+
+
+def test_a_scheduler_of_torch_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Warm-up and cosine, made of torch's own; its state is kept by the commits."""
+
+    def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=2e-2)
+        warmup = torch.optim.lr_scheduler.LinearLR(stand_in, start_factor=0.25, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(stand_in, T_max=6)
+        return torch.optim.lr_scheduler.SequentialLR(stand_in, [warmup, cosine], milestones=[2])
+
+    def run(store: Path, stops: Sequence[int]) -> list[tuple[float, float]]:
+        found = []
+        for stop in stops:
+            rates = scheduler()
+            with open_trainer(store, model=staged(), config=config(commit_every=1), io="direct") as trainer:
+                for _ in range(trainer.step_number):
+                    rates.optimizer.step()
+                    rates.step()
+                while trainer.step_number < stop:
+                    done = trainer.step(step_of(trainer.step_number), lr=float(rates.get_last_lr()[0]))
+                    found.append((done.lr, done.loss))
+                    rates.optimizer.step()
+                    rates.step()
+                trainer.commit()
+        return found
+
+    whole = run(tmp_path / "whole", [8])
+    assert run(tmp_path / "parts", [3, 8]) == whole
+    expected = nn.Sequential(*modules())
+    assert [loss for _, loss in whole] == reference(expected, [lr for lr, _ in whole])
+    assert len({lr for lr, _ in whole}) == 8
+    assert_holds(tmp_path / "parts", expected)
+
+
+class Tiny(nn.Module):
+    """Hundreds of parameters of 0 to 4 elements and of no dimension, under names that no file could have."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        place: nn.Module = self
+        for _ in range(30):
+            place.inner_módulo = nn.Module()
+            place = place.get_submodule("inner_módulo")
+        self.last = [place]
+        for number in range(count):
+            shape = () if number % 7 == 5 else (number % 5,)
+            value = nn.Parameter(torch.full(shape, 0.01 * (number % 11)))
+            place.register_parameter(f"{number}/重み {'n' * 20}", value)
+
+    def forward(self, source: Tensor) -> Tensor:
+        together = torch.cat([value.flatten() for value in self.last[0].parameters()])
+        return source * (1 + (together + 1).sin().sum() / 100)
+
+
+@pytest.mark.parametrize("count", [75, pytest.param(500, marks=pytest.mark.slow)])
+def test_thousands_of_tiny_parameters_with_long_names(count: int, tmp_path: Path) -> None:
+    """Trained, committed, resumed, and each read back."""
+
+    def tiny() -> list[nn.Module]:
+        first, _, middle, last = modules()
+        return [first, *(Tiny(count) for _ in range(4)), middle, last]
+
+    losses = train(tmp_path / "store", staged(tiny()), 2) + train(tmp_path / "store", staged(tiny()), 3)
+    expected = nn.Sequential(*tiny())
+    assert losses == reference(expected, [1e-2] * 3)
+    names = [name for name, _ in expected.named_parameters() if "重み" in name]
+    assert len(names) == 4 * count and min(map(len, names)) > 300
+    assert sum(value.numel() == 0 for name, value in expected.named_parameters() if "重み" in name) > count // 2
+    for name in [*names[::count // 3], "0.weight"]:
+        got = torch.from_numpy(hoist.read_tensor(tmp_path / "store", name))
+        assert got.shape == expected.get_parameter(name).shape
+        assert same_bits(got, expected.get_parameter(name).detach()), name
+    assert not [path for path in tmp_path.rglob("*") if "重み" in path.name]
+
+
+def test_one_more_trainable_module_is_another_model(tmp_path: Path) -> None:
+    train(tmp_path / "store", staged(), 1)
+    more = [*modules()[:3], nn.Linear(WIDTH, WIDTH), modules()[3]]
+    with (
+        pytest.raises(StoreRefusedError, match=r"the store holds another model"),
+        open_trainer(tmp_path / "store", model=staged(more), config=config()),
+    ):
+        pass
+    assert len(train(tmp_path / "store", staged())) == NUM_STEPS - 1
+
+
 # ---------------------------------------------------------------------- misuse
 
 
@@ -303,7 +410,47 @@ def test_a_module_that_is_called_outside_says_why() -> None:
     for module in made:
         with pytest.raises(ConfigError, match=r"was called outside of a trainer; its weights are in a store"):
             module(torch.zeros(1, 16))
-    assert all(bool(value.isnan().all()) for value in model.model.state_dict().values())
+    assert all(bool(value.isnan().all()) for value in model.model.parameters())
+
+
+def test_a_state_dict_of_absent_weights_is_refused() -> None:
+    """It would be saved as a file of NaN."""
+    made = modules()
+    model = staged(made)
+    for module in (*made, model.model):
+        with pytest.raises(ConfigError, match=r"^state_dict: the weights of this \w+ are in a store; Trainer"):
+            module.state_dict()
+
+
+class Adding(nn.Linear):
+    """Adds the bias of another module, which is no submodule of it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.others = [other]
+
+    def forward(self, source: Tensor) -> Tensor:
+        return super().forward(source) + self.others[0].get_parameter("bias")
+
+
+def with_addition(place: int) -> list[nn.Module]:
+    made = modules()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        made.insert(place, Adding(made[0]))
+    return made
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_weight_of_another_module_is_refused_unless_it_is_an_attribute_of_both(place: int, tmp_path: Path) -> None:
+    """It is used in an addition, where no module is called that could be noticed."""
+    with pytest.raises(ModelError, match=rf"^modules: module {place} uses 0\.bias, a weight of another module, which"):
+        train(tmp_path / "store", staged(with_addition(place)))
+    assert not (tmp_path / "store").exists()
+    made = with_addition(place)
+    made[place].added = made[0].get_parameter("bias")
+    losses = train(tmp_path / "store", staged(made))
+    assert losses == pytest.approx(reference(nn.Sequential(*with_addition(place))), rel=1e-5)
 
 
 def _backward_in_the_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -339,6 +486,21 @@ class Counting(nn.Linear):
         return super().forward(source)
 
 
+class Numbered(nn.Linear):
+    """Has a whole-number buffer, which its ``reset_parameters`` knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__(16, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+class Doubling(nn.Linear):
+    """Changes what it is given, in place."""
+
+    def forward(self, source: Tensor) -> Tensor:
+        return super().forward(source.mul_(2.0))
+
+
 class Pair(nn.Linear):
     """Returns two tensors."""
 
@@ -352,11 +514,26 @@ class Pair(nn.Linear):
         (nn.Linear(WIDTH, 32), r"module 1 turns \(8, 64\) into \(8, 32\); those between the first and the last must"),
         (Pair(WIDTH, WIDTH), r"module 1 returns tuple; all but the last must return float32"),
         (Counting(), r"the forward changes the buffer 1\.calls"),
+        (Doubling(WIDTH, WIDTH), r"module 1 changes in place what it is given, which the backward needs once more"),
     ],
 )
 def test_modules_that_cannot_be_stages(tmp_path: Path, middle: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         train(tmp_path / "store", staged([nn.Linear(16, WIDTH), middle, nn.Linear(WIDTH, CLASSES)]))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_what_is_given_stays_as_it_is_also_where_nobody_wants_its_gradient(tmp_path: Path, position: int) -> None:
+    """Torch itself objects only where a gradient is wanted; the recomputation would begin with other numbers."""
+    made: list[nn.Module] = [nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)]
+    old = made[position]
+    assert isinstance(old, nn.Linear)
+    made[position] = Doubling(old.in_features, old.out_features)
+    for module in made[:position]:
+        module.requires_grad_(False)
+    with pytest.raises(ModelError, match=rf"module {position} changes in place what it is given"):
+        train(tmp_path / "store", staged(made))
     assert not (tmp_path / "store").exists()
 
 
@@ -377,6 +554,7 @@ def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"made": [nn.Linear(16, 5)]}, r"^modules: 1 given; give two or more"),
+        ({"made": [nn.Linear(16, 5), "gelu"]}, r"^modules: number 1 is a str; each must be an nn\.Module"),
         ({"made": [nn.Linear(16, 5), nn.Linear(5, 5, dtype=torch.float64)]}, r"^modules: 1\.weight is torch\.float64"),
         ({"loss": nn.CrossEntropyLoss()}, r"^loss: its reduction is 'mean'; it must be 'sum'"),
         ({"example": {"inputs": torch.zeros(1, 16)}}, r"^example: must be a micro-batch with inputs and targets"),
@@ -385,6 +563,27 @@ def test_what_is_shared_need_not_be_trained(tmp_path: Path) -> None:
 def test_a_list_that_is_no_model(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(hoist.HoistError, match=message):
         staged(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"example": {**EXAMPLE, "inputs": torch.zeros(1, 17)}}, {},
+         r"^example: modules and loss fail on 8 rows like it \(mat1 and mat2 shapes .*\); give a micro-batch as they"),
+        ({}, {"train": ["1.*"]}, r"^train: cannot go with a list of modules; build these as they are to be trained"),
+        ({}, {"freeze": ["1.*"], "lora": hoist.LoraOptions(r=2)}, r"^freeze, lora: cannot go with"),
+        ({}, {"dropout": 0.0, "attention": "eager"}, r"^attention, dropout: cannot go with"),
+    ],
+)  # fmt: skip
+def test_what_modules_cannot_be_opened_with(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    """And that is not passed over in silence."""
+    with pytest.raises(ConfigError, match=message), open_trainer(
+        tmp_path / "store", model=staged(**changes), config=config(), **options
+    ):
+        pass
+    assert not (tmp_path / "store").exists()
 
 
 def test_micro_batches_that_do_not_fit(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import LANES, Kind, Lane
 from hoist.scheduler.plan import (
-    MIN_ACTIVATION_SLOTS,
     Buffers,
     Plan,
     StageShape,

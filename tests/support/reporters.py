@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hoist.scheduler.trainer import StepMetrics
+from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.report import RunStart
 

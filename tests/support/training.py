@@ -28,11 +28,12 @@ from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
+from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Kind
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
-from hoist.scheduler.trainer import StepMetrics, Trainer
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
@@ -536,8 +537,11 @@ def assert_identical(got: Outcome, expected: Outcome) -> None:
 
 
 def assert_identical_states(got: States, expected: States) -> None:
-    """Weights, moments and step counts have the same bits."""
+    """Weights, moments and step counts have the same bits, and moments are such as can be."""
     assert got.adam_steps == expected.adam_steps
+    for name, square in got.exp_avg_sq.items():
+        assert bool(got.exp_avg[name].isfinite().all()) and bool(square.isfinite().all()), name
+        assert bool((square >= 0).all()), name
     for what in ("weights", "exp_avg", "exp_avg_sq"):
         mine: dict[str, Tensor] = getattr(got, what)
         theirs: dict[str, Tensor] = getattr(expected, what)

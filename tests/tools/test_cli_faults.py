@@ -23,7 +23,7 @@ from hoist.tiers.format import COMMIT_NAME, LOCK_NAME, SCRATCH_DIRECTORY
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
-from hoist.tools import train as train_module
+from hoist.tools import preparing
 from hoist.tools.errors import RunFailedError
 from hoist.tools.train import train
 from tests.support.commands import Job, curve, hoist, make_job, process_arguments, tree
@@ -59,7 +59,7 @@ class Runs:
                     return FaultyEngine(DirectEngine(num_threads=2), rule)
 
                 # Which engine a run has is the one thing that is replaced: drives that fail cannot be bought.
-                patch.setattr(train_module, "choose_engine", faulty)
+                patch.setattr(preparing, "choose_engine", faulty)
             return hoist(self.capfd, *self._arguments()).failure()
 
     def goes_on(self) -> None:

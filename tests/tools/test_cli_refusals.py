@@ -385,6 +385,9 @@ def test_export(shell: Shell) -> None:
     assert "holds no hoist store" in shell.refused("export", shell.job.model, folder / "out")
     (folder / "empty").mkdir()
     assert shell("export", shell.job.store, folder / "empty").code == 0
+    for inside in ("out", "snapshots/out", "stages/new/out"):
+        line = shell.refused("export", shell.job.store, shell.job.store / inside)
+        assert f"lies inside the store {shell.job.store}; name a directory outside it" in line
     (shell.job.store / "COMMIT.json").unlink()
     assert "never finished; create it again" in shell.refused("export", shell.job.store, folder / "out")
 

@@ -113,6 +113,23 @@ def test_damaged_and_empty_files(tmp_path: Path, write: Callable[..., Path]) -> 
         list(read_table(path))
 
 
+def test_text_that_is_no_text(tmp_path: Path) -> None:
+    """Bytes, and a column of strings that are no UTF-8, which pyarrow does not look at."""
+    raw = pyarrow.array([b"a", b"\xff"])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": raw}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: text is bytes, must be a string$"):
+        encode_files(
+            [path], tokenizer=ByteTokenizer(), vocab_size=VOCABULARY, cache_directory=tmp_path / "cache", longest=20,
+            truncate=False,
+        )  # fmt: skip
+    parquet.write_table(pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, *raw.buffers()[1:])}), path)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: has text after row 0 that is no UTF-8 \(byte 0xff\); write it again$"
+    ):
+        list(read_table(path))
+
+
 def test_a_table_without_rows(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: the file is empty; it needs at least one record"):

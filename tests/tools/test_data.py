@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hoist.tools.data import DataPosition, Order, StepData, WindowSampler, prepare
 from hoist.tools.errors import DataError
 from hoist.tools.rows import RowRules, Rows
-from hoist.tools.tokens import TokenSource
+from hoist.tools.tokens import TokenSource, read_note, write_note
 
 
 def source_of(
@@ -314,6 +314,24 @@ def test_the_check_of_the_ids_is_remembered_until_the_file_changes(tmp_path: Pat
     note.write_text("{")
     other.write_text("[]")
     assert check(99).num_tokens == 100
+
+
+def test_a_damaged_note_says_nothing(tmp_path: Path) -> None:
+    """Whichever byte is another: it is either no note any more, or it still says what was written."""
+    note, key, value = tmp_path / "a.json", ["a", 1], {"facts": {"lowest": 3, "highest": 212}, "num_tokens": 100}
+    write_note(note, key, value)
+    written = note.read_bytes()
+    assert read_note(note, key) == value
+    assert read_note(note, ["a", 2]) is None
+    found = []
+    for position in range(len(written)):
+        for bit in (1, 0x10):
+            damaged = bytearray(written)
+            damaged[position] ^= bit
+            note.write_bytes(damaged)
+            found.append(read_note(note, key))
+    assert all(each in (None, value) for each in found)
+    assert found.count(None) > 0.8 * len(found)
 
 
 def test_a_file_cut_during_the_run_is_told(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_arrays_cut_anywhere(
         (b'{"a": 1}\n{"a": "\xc3', r"line 2: no UTF-8 at byte 8 \(0xc3\)"),
         ('{"a": 1}\n\n7\n', r"line 3: is a number, not a JSON object; write records like \{\"text\": \"\.\.\.\"\}"),
         ('{"a": ' + "[" * 100_000, r"line 1: no JSON at column 1 \(nested too deeply\)"),
+        ('{"a": 1}\n{"a": ' + "9" * 5000 + "}", r"line 2: no JSON at column 1 \(a whole number of too many digits\)"),
+        ('[{"a": 1},\n{"a": ' + "9" * 5000 + "}]", r"line 2: no JSON at column 1 \(a whole number of too many"),
         ('[\n{"a": 1},\n{"a": ]}\n]', r"line 3: no JSON at column 7 \(Expecting value\)"),
         ('[\n{"a": 1}\n{"a": 2}]', r"line 3: no JSON at column 1 \(expecting ',' or '\]' after a record\)"),
         ('[{"a": 1},\n{"a": "b', r"line 2: no JSON at column 7 \(Unterminated string"),

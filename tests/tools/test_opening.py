@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pickle
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -15,9 +19,16 @@ import hoist
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.errors import StoreRefusedError
 from tests.support.commands import hoist as command
+from tests.support.commands import tree
 from tests.support.models import reference_model, tiny_config
+from tests.support.processes import run_in_process
 
 NUM_STEPS = 3
+#: A tensor that is not trained, by what the store was told.
+_FROZEN = {
+    "lora": "model.layers.0.mlp.up_proj.base_layer.weight",
+    "freeze": "model.layers.0.mlp.up_proj.weight",
+}
 
 
 def _config(host_memory_bytes: int = 32 * 2**20) -> hoist.TrainerConfig:
@@ -77,6 +88,24 @@ def test_the_command_line_says_that_it_does_not_know_the_settings(
     assert "settings are not recorded" not in command(capfd, "train", "--store", tmp_path / "store", "--steps", 5).out
 
 
+@pytest.mark.parametrize("trained", [{"lora": hoist.LoraOptions(r=2)}, {"freeze": ["*mlp*"]}], ids=["lora", "freeze"])
+def test_the_command_line_trains_what_the_store_was_made_to_train(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str], trained: dict[str, Any]
+) -> None:
+    with hoist.open_trainer(tmp_path / "store", config=_config(), model=model, io="direct", **trained) as trainer:
+        trainer.step(_batches(0))
+        trainer.commit()
+    numpy.save(tmp_path / "tokens.npy", numpy.arange(2000) % 100)
+    told = ("--data", tmp_path / "tokens.npy", "--seq-len", 16, "--micro-batches", 2, "--steps", 2)
+    frozen = hoist.read_tensor(tmp_path / "store", _FROZEN[next(iter(trained))])
+    assert command(capfd, "train", "--store", tmp_path / "store", *told).code == 0
+    assert (hoist.read_tensor(tmp_path / "store", _FROZEN[next(iter(trained))]) == frozen).all()
+    if "lora" in trained:
+        again = command(capfd, "train", "--store", tmp_path / "store", "--lora", "r=4", "--steps", 3)
+        assert again.code == 2
+        assert "--lora: r=4 is not what the store was made with (r=2,alpha=32,targets=" in again.err
+
+
 def test_fresh_starts_over(tmp_path: Path, model: Path) -> None:
     _train(tmp_path / "store", [1], model)
     with hoist.open_trainer(tmp_path / "store", config=_config(), model=model, fresh=True, io="direct") as trainer:
@@ -111,6 +140,89 @@ def test_a_budget_too_small_creates_nothing(tmp_path: Path, model: Path) -> None
     ):
         pass
     assert not (tmp_path / "store").exists()
+
+
+def test_one_more_trainable_layer_is_another_model(tmp_path: Path, model: Path) -> None:
+    """Not a resume in which the new layer starts anew beside others that have learned."""
+    _train(tmp_path / "store", [1], model)
+    config = tiny_config("llama")
+    config.update({"num_hidden_layers": config.num_hidden_layers + 1})
+    config.save_pretrained(tmp_path / "deeper")
+    before = tree(tmp_path)
+    with (
+        pytest.raises(StoreRefusedError, match="the store holds another model"),
+        hoist.open_trainer(tmp_path / "store", config=_config(), model=tmp_path / "deeper"),
+    ):
+        pass
+    assert tree(tmp_path) == before
+
+
+def _resume_without_pickle(store: Path) -> list[float]:
+    """In a process of its own."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    open_trainer, untyped = hoist.open_trainer, cast(Any, pickle)
+    untyped.load = untyped.loads = untyped.Unpickler = refuse
+    with open_trainer(store, config=_config(), io="direct") as trainer:
+        losses = [trainer.step(_batches(number)).loss for number in range(trainer.step_number, NUM_STEPS)]
+        trainer.commit()
+    return losses
+
+
+def test_nothing_in_a_store_is_a_pickle(tmp_path: Path, model: Path) -> None:
+    """A store is resumed where nothing can be unpickled, and its files are JSON or plain numbers."""
+    whole = _train(tmp_path / "whole", [NUM_STEPS], model)
+    _train(tmp_path / "store", [1], model)
+    code, losses = run_in_process(_resume_without_pickle, tmp_path / "store")
+    assert (code, losses) == (0, whole[1:])
+    names = [path.relative_to(tmp_path / "store") for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    plain = [name for name in names if name.suffix in (".json", ".bin") or name.name == "LOCK" or "c" in name.parts]
+    assert sorted(plain) == sorted(names)
+    for name in names:
+        if name.suffix == ".json":
+            json.loads((tmp_path / "store" / name).read_text())
+
+
+def _end(store: Path, model: Path, how: str) -> None:
+    """In a process of its own: train two steps of which one is committed, and end so."""
+    config = dataclasses.replace(_config(), residency=0.0, commit_every=1)
+    with hoist.open_trainer(store, config=config, model=model, io="direct", fresh=True) as trainer:
+        trainer.step(_batches(0))
+        trainer.step(_batches(1))
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "error":
+            with pytest.raises(ConfigError, match="micro_batches: 0 given"):
+                trainer.step([])
+            os._exit(3)
+
+
+def test_a_store_does_not_grow_however_runs_end(tmp_path: Path, model: Path) -> None:
+    sizes = []
+    for how in ("clean", "error", "killed", "clean"):
+        code, _ = run_in_process(_end, tmp_path / "store", model, how)
+        assert code == {"clean": 0, "error": 3, "killed": -signal.SIGKILL}[how]
+        found = [path for path in tmp_path.rglob("*") if path.is_file()]
+        sizes.append((len(found), sum(path.stat().st_size for path in found)))
+    num_files, num_bytes = sizes[0]
+    for number, size in sizes[1:]:  # a killed run leaves its scratch, until the next one
+        assert number <= num_files + 2
+        assert size <= num_bytes * 1.05
+    assert sizes[-1][0] == num_files
+    assert abs(sizes[-1][1] - num_bytes) < 64, "a number in COMMIT.json may have more digits"
+
+
+def test_an_import_writes_every_weight_once(tmp_path: Path) -> None:
+    """4 bytes an element, and the few of the last chunks that no tensor has; nothing is written and read again."""
+    built = reference_model(tiny_config("llama"))
+    built.save_pretrained(tmp_path / "model")
+    num_bytes = 4 * sum(parameter.numel() for parameter in built.parameters())
+    with hoist.open_trainer(tmp_path / "store", config=_config(), model=tmp_path / "model", io="direct") as trainer:
+        moved = trainer.statistics().nvme
+    assert num_bytes <= moved.written_bytes <= 1.05 * num_bytes + 5 * 2 * 8192
+    assert num_bytes <= moved.read_bytes <= num_bytes + 2 * 4096 * len(list(built.parameters()))
 
 
 def _modules(device: str) -> Any:

@@ -158,7 +158,7 @@ def test_targets_that_cannot_be_used_are_refused(tmp_path: Path, engine: DirectE
     (tmp_path / "full" / "x").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = sorted(tmp_path.rglob("*"))
-    for target in ("full", "full/x", "link"):
+    for target in ("full", "full/x", "link", "/"):
         with pytest.raises(
             ExportRefusedError, match="it exists, allowed is a new or an empty directory; name another or remove"
         ):

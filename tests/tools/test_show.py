@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hoist.scheduler.trainer import CommitTotals, StepMetrics
+from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.tools.report import RunEnd, Totals, promised_bytes
 from hoist.tools.show import Display, _clipped
 
