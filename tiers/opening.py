@@ -48,11 +48,11 @@ def why_no_commit(directory: Path) -> str:
     drives.refuse_drive(directory)
     match allocation.directory_state(directory):
         case DirectoryState.MISSING:
-            return f"{directory}: does not exist; create the store first"
+            return f"{directory}: does not exist; create the store first, or look at its name"
         case DirectoryState.UNCOMMITTED:
             return f"{directory}: the store's creation never finished; create it again"
         case _:
-            return f"{directory}: holds no hoist store"
+            return f"{directory}: holds no hoist store; name the directory of one"
 
 
 def settle_commit(directory: Path) -> None:

@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 
 # Panels of `hoist train --help`.
-_WHAT, _RUN, _OPTIMIZER, _MACHINE = "What to train", "The run", "Optimizer", "Machine"
+_WHAT, _DATA, _RUN, _OPTIMIZER, _MACHINE = "What to train", "Data", "The run", "Optimizer", "Machine"
 
 
 def _version(value: bool) -> None:
@@ -54,9 +54,13 @@ def _root(
 
 
 @app.command(
-    epilog="Examples:  [bold]hoist train[/]  (about two minutes, no files needed)  |  "
-    "[bold]hoist train --model gpt2 --data README.md --store gpt2-store --host-memory 2GiB --seq-len 256 "
-    "--micro-batches 2 --steps 20[/]"
+    epilog="Examples. About two minutes, no files needed:\n\n[bold]hoist train[/]\n\n"
+    "A Hugging Face directory, trained on conversations and evaluated:\n\n"
+    "[bold]hoist train --model my-model --data chats.jsonl --validation-split 0.05 --order shuffle --store my-store "
+    "--host-memory 8GiB --lr 1e-5 --steps 500[/]\n\n"
+    "The same with adapters, and going on in a store:\n\n"
+    "[bold]hoist train --model my-model --lora r=16,alpha=32 --data chats.jsonl --store my-lora --host-memory 8GiB[/]"
+    "\n\n[bold]hoist train --store my-store --steps 1000[/]"
 )
 def train(
     model: Annotated[
@@ -65,57 +69,6 @@ def train(
             metavar="DIR|PRESET", rich_help_panel=_WHAT,
             help="Hugging Face directory, or a preset: gpt2, llama2-7b, gpt-65b, ... "
             "Left out: tiny, with settings for a job of about two minutes instead of the defaults below.",
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH", rich_help_panel=_WHAT,
-            help="Text, records (.jsonl, .json, .parquet, .arrow), token ids (.npy, .bin) or a folder of them; repeat "
-            "for more. "
-            "Left out, with tiny: Python's standard library.",
-        ),
-    ] = None,
-    token_bytes: Annotated[
-        str | None, typer.Option(metavar="2|4", rich_help_panel=_WHAT, help="Bytes of an id in .bin files. Default 2.")
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_WHAT, help="Order of the rows: sequential (default) or shuffle."),
-    ] = None,
-    pack: Annotated[
-        bool | None,
-        typer.Option(
-            "--pack/--no-pack", rich_help_panel=_WHAT, show_default=False,
-            help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
-        ),
-    ] = None,
-    isolate_documents: Annotated[
-        bool | None,
-        typer.Option(
-            "--isolate-documents", rich_help_panel=_WHAT,
-            help="Have no token of a packed row attend to another document, where the model can; default: it may.",
-        ),
-    ] = None,
-    truncate: Annotated[
-        bool | None,
-        typer.Option(
-            "--truncate", rich_help_panel=_WHAT,
-            help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
-        ),
-    ] = None,
-    validation_data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH", rich_help_panel=_WHAT,
-            help="Like --data, to evaluate with and not to train on; repeat for more.",
-        ),
-    ] = None,
-    validation_split: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X", rich_help_panel=_WHAT,
-            help="Hold this share (0 to 0.5) of the rows out of training and evaluate with them. Default 0.",
         ),
     ] = None,
     dropout: Annotated[
@@ -144,8 +97,59 @@ def train(
         str | None,
         typer.Option(
             metavar="SPEC", rich_help_panel=_WHAT,
-            help="Train LoRA adapters around the frozen model, like r=16,alpha=32,targets=q_proj+v_proj,dropout=0 "
-            "(defaults: these, but targets=all-linear). They and their moments stay in memory. Needs the extra lora.",
+            help="Train LoRA adapters around the frozen model, like r=8,targets=q_proj+v_proj (defaults: "
+            "r=16, alpha=32, dropout=0, targets=all-linear). They and their moments stay in memory. Needs peft.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", rich_help_panel=_DATA,
+            help="Text, records (.jsonl, .json, .parquet, .arrow), token ids (.npy, .bin) or a folder of them; repeat "
+            "for more. "
+            "Left out, with tiny: Python's standard library.",
+        ),
+    ] = None,
+    token_bytes: Annotated[
+        str | None, typer.Option(metavar="2|4", rich_help_panel=_DATA, help="Bytes of an id in .bin files. Default 2.")
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_DATA, help="Order of the rows: sequential (default) or shuffle."),
+    ] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option(
+            "--pack/--no-pack", rich_help_panel=_DATA, show_default=False,
+            help="Make rows as full as can be (default), or give each document a row of its own and pad it.",
+        ),
+    ] = None,
+    isolate_documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--isolate-documents", rich_help_panel=_DATA,
+            help="Have no token of a packed row attend to another document, where the model can; default: it may.",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool | None,
+        typer.Option(
+            "--truncate", rich_help_panel=_DATA,
+            help="Cut examples that are longer than --seq-len; default: they are refused, with file and line.",
+        ),
+    ] = None,
+    validation_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", rich_help_panel=_DATA,
+            help="Like --data, to evaluate with and not to train on; repeat for more.",
+        ),
+    ] = None,
+    validation_split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X", rich_help_panel=_DATA,
+            help="Hold this share (0 to 0.5) of the rows out of training and evaluate with them. Default 0.",
         ),
     ] = None,
     store: Annotated[
@@ -363,7 +367,7 @@ def _train(given: Mapping[str, Any], config: Path | None) -> int:
 @app.command(epilog="Example:  [bold]hoist export hoist-store hoist-model --dtype bfloat16[/]")
 def export(
     store: Annotated[Path, typer.Argument(help="The store.")],
-    directory: Annotated[Path, typer.Argument(help="New directory for the model.")],
+    directory: Annotated[Path, typer.Argument(help="Directory for the model; a new or an empty one.")],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -490,8 +494,8 @@ def _verify(store: Path, as_json: bool) -> int:
 
 
 @app.command(
-    epilog="Examples:  [bold]hoist snapshot hoist-store before-the-new-data[/]  |  "
-    "[bold]hoist snapshot hoist-store --list[/]  |  [bold]hoist snapshot hoist-store before-the-new-data --remove[/]"
+    epilog="Examples:\n\n[bold]hoist snapshot hoist-store before-the-new-data[/]\n\n"
+    "[bold]hoist snapshot hoist-store --list[/]\n\n[bold]hoist snapshot hoist-store before-the-new-data --remove[/]"
 )
 def snapshot(
     store: Annotated[Path, typer.Argument(help="The store.")],
@@ -592,7 +596,7 @@ def _restore(store: Path, name: str, as_json: bool) -> int:
         typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}{more}")
     return 0
 @app.command(
-    epilog="Examples:  [bold]hoist drives hoist-store[/]  |  [bold]hoist drives hoist-store --add /mnt/second/hoist[/]"
+    epilog="Examples:\n\n[bold]hoist drives hoist-store[/]\n\n[bold]hoist drives hoist-store --add /mnt/second/hoist[/]"
 )
 def drives(
     store: Annotated[Path, typer.Argument(help="The store: its main directory.")],

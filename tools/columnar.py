@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hoist.tools.errors import DataError
+from hoist.tools.invoked import install_command
 from hoist.tools.jsonl import Record
 from hoist.tools.records import FIELDS
 from hoist.tools.tokens import refuse_os_errors
@@ -32,8 +33,8 @@ def read_table(path: Path) -> Iterator[Record]:
         import pyarrow  # large, and needed for such files alone
     except ImportError:
         raise DataError(
-            f"--data {path}: {path.suffix} files are read with pyarrow, which is not here; install it (pip install "
-            "pyarrow), or write JSON lines"
+            f"--data {path}: {path.suffix} files are read with pyarrow, which is not here; install it "
+            f"({install_command('pyarrow')}), or write JSON lines"
         ) from None
     size = 0
     with refuse_os_errors(path):

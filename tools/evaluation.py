@@ -56,15 +56,17 @@ class Evaluation:
         *,
         every: int,
         last_step: int,
+        num_rows_there: int,
         micro_batch_size: int,
         num_micro_batches: int,
     ) -> None:
-        """``numbers``: the rows to take. ``every``: steps between evaluations, 0 for one after ``last_step`` alone.
-
-        ``num_micro_batches`` pass through the model at a time, as in a step.
+        """``numbers``: the rows to take, of ``num_rows_there``. ``every``: steps between evaluations, 0 for one after
+        ``last_step`` alone. ``num_micro_batches`` pass through the model at a time, as in a step.
         """
         self._rows = rows
         self._numbers = numbers
+        #: Rows that it could take.
+        self.num_rows_there = num_rows_there
         self._every = every
         self._last_step = last_step
         self._micro_batch_size = micro_batch_size

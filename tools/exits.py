@@ -15,6 +15,7 @@ from collections.abc import Callable
 import typer
 
 from hoist.tiers.errors import HoistError
+from hoist.tools.other_names import named_here
 
 TRACEBACK_VARIABLE = "HOIST_TRACEBACK"
 FAILED = 1
@@ -64,7 +65,12 @@ def _usage(error: Exception) -> str:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "hoist"
-    return f"{str(message).rstrip('.')}; see {command} --help"
+    option = str(getattr(error, "option_name", ""))
+    if command == "hoist train" and (here := named_here(option)) is not None:
+        message = f"No such option: {option}; here it is {here}"
+    elif command == "hoist train" and "unexpected extra argument" in message:
+        message = f"{message}; every option has its name before it, like --model DIR --data FILE"
+    return f"{str(message).rstrip('.?')}; see {command} --help"
 
 
 def _hint() -> str:

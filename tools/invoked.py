@@ -1,4 +1,4 @@
-"""How this process's command was called, so that the commands it proposes can be pasted where it ran.
+"""How this process's command was called, so that commands it proposes, and installations, can be pasted where it ran.
 
 What is proposed is the business of `show.py` and `train.py`.
 """
@@ -24,3 +24,8 @@ def command_name() -> str:
     except OSError:
         return NAME
     return NAME if same else shlex.quote(sys.argv[0])
+
+
+def install_command(package: str) -> str:
+    """The command that installs a package for the Python that runs this, also where its environment is not active."""
+    return f"{shlex.quote(sys.executable)} -m pip install {package}"

@@ -22,6 +22,7 @@ from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.freezing import near, train_only
 from hoist.scheduler.models import private_rng, shared_locations, stage_seed
 from hoist.scheduler.stages import Stage
+from hoist.tools.invoked import install_command
 from hoist.tools.lora_options import ALL_LINEAR, LoraOptions
 
 #: What peft calls the one adapter that a model has here.
@@ -43,7 +44,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, *, base: str) -> 
         from peft.tuners.lora import Linear
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
-        raise ConfigError(f"--lora: needs peft ({error}); install it: pip install 'hoist-engine[lora]'") from None
+        raise ConfigError(f"--lora: needs peft ({error}); install it: {install_command('peft')}") from None
     targets = _targets(model, options)
     alpha: Any = int(options.alpha) if options.alpha.is_integer() else options.alpha  # its type says int alone
     config: Any = LoraConfig(

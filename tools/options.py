@@ -317,9 +317,12 @@ class TrainOptions:
     def host_memory_bytes(self) -> int:
         """The budget. Raises ConfigError if it is not a size."""
         try:
-            return parse_bytes(self.host_memory, minimum=1)
+            num_bytes = parse_bytes(self.host_memory, minimum=1)
         except ValueError as error:
             raise ConfigError(f"--host-memory: {error}") from error
+        if self.host_memory.strip().isdigit() and num_bytes < 2**20:
+            raise ConfigError(f"--host-memory: {self.host_memory} is a number of bytes; write its unit, as in 4GiB")
+        return num_bytes
 
     def lora_options(self) -> LoraOptions | None:
         """What ``--lora`` says; None without it. Raises ConfigError."""

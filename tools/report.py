@@ -93,7 +93,7 @@ class RunStart:
     num_tokens: int
     """Tokens of the data; 0 if none are needed."""
     text_as: str | None
-    """What its text was tokenized with; None if it is all token ids."""
+    """How its text became ids, as "as bytes"; None if it is all token ids."""
     num_windows: int
     """Rows of the data that are trained on."""
     windows_per_step: int
@@ -107,7 +107,9 @@ class RunStart:
     drives: tuple[tuple[str, float], ...] = ()
     """Directory and share, from 0 to 1, of each drive that the store spans; empty if it is in one directory."""
     num_validation_rows: int = 0
-    """Rows that evaluations take."""
+    """Rows that an evaluation takes."""
+    num_validation_rows_there: int = 0
+    """Rows that it could take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
 

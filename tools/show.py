@@ -76,7 +76,7 @@ class Display:
         """What is about to run: model, data, store, and how the budget is divided."""
         self._stop_bar()
         states = STATE_BYTES * start.num_parameters
-        frozen = ""
+        frozen, frozen_bytes = "", 0
         if start.num_frozen:
             frozen_bytes = sum(layout.frozen_bytes for layout in start.setup.layouts)
             frozen = f"; {start.num_frozen:,} more are frozen, {show_bytes(frozen_bytes)}"
@@ -86,14 +86,17 @@ class Display:
             f"weights and Adam moments are {show_bytes(states)}{frozen}",
         )
         epoch = start.num_windows / start.windows_per_step
-        text_as = "" if start.text_as is None else f"; its text is read as {start.text_as}"
+        text_as = "" if start.text_as is None else f"; its text is read {start.text_as}"
         self._field(
             "data",
             f"{start.num_tokens:,} tokens, {start.num_windows:,} rows; a step takes {start.windows_per_step}, "
             f"so {epoch:,.{1 if epoch < 100 else 0}f} steps are one epoch{text_as}",
         )
-        if start.num_validation_rows:
-            self._field("", f"{start.num_validation_rows:,} rows are evaluated with")
+        taken, there = start.num_validation_rows, start.num_validation_rows_there
+        if taken:
+            which = f"all {there:,}" if taken == there else f"{taken:,} of the {there:,}"
+            more = "" if taken == there else " (--eval-batches 0: all)"
+            self._field("", f"an evaluation takes {which} validation rows{more}")
         where = f"resumed at step {start.step}" if start.resumed else "new"
         self._field("store", f"{start.store} ({where})")
         if start.drives:
@@ -101,11 +104,12 @@ class Display:
             self._field("drives", f"chunks are spread over {len(start.drives)}: {spread}")
         self._field("i/o", start.engine)
         budget = start.budget_bytes
-        ratio = states / budget
-        times = f"{ratio:.2g} times" if ratio < 0.1 else f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+        ratio = (states + frozen_bytes) / budget
+        times = f"{ratio:.0%} of that" if ratio < 1 else f"{ratio:.{1 if ratio < 10 else 0}f} times as large"
+        what = "states and frozen weights" if frozen_bytes else "states"
         self._field(
             "memory",
-            f"budget {show_bytes(budget)}; the states are {times} as large. The process may hold "
+            f"budget {show_bytes(budget)}; the {what} are {times}. The process may hold "
             f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the "
             f"{show_bytes(start.baseline_bytes)} of Python and its libraries",
         )
@@ -174,7 +178,7 @@ class Display:
         if end.step < end.steps:
             self._field("go on", f"{hoist} train --store {store}", command=True)
         else:
-            more = 2 * end.steps if end.steps else 100
+            more = 2 * max(end.step, end.steps) or 100
             self._field("go on", f"{hoist} train --store {store} --steps {more}", command=True)
         exported = shlex.quote(end.store.rstrip("/") + "-model")
         self._field("export", f"{hoist} export {store} {exported}", command=True)

@@ -347,6 +347,8 @@ def refuse_os_errors(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise DataError(f"--data {path}: there is no such file or folder; look at its name") from error
         raise DataError(f"--data {path}: {error.strerror or error}; give files that you may read") from error
 
 

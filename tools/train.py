@@ -165,6 +165,7 @@ def _evaluation(
         validation_numbers(held_out, source, batches * options.micro_batch_size),
         every=options.eval_every,
         last_step=options.steps,
+        num_rows_there=len(validation_numbers(held_out, source, 0)),
         micro_batch_size=options.micro_batch_size,
         num_micro_batches=options.micro_batches,
     )
@@ -178,9 +179,11 @@ def _pad_id(source: ModelSource) -> int:
 
 def _text_as(run: Prepared, rows: Rows) -> str | None:
     """How text became ids, for people; None if the data is all ids."""
-    if rows.source.tokenizer is None or run.source.tokenizer is not None:
-        return rows.source.tokenizer
-    return "bytes" if run.options.model in PRESETS else "bytes (the model directory has no tokenizer)"
+    if rows.source.tokenizer is None:
+        return None
+    if run.source.tokenizer is not None:
+        return f"with {rows.source.tokenizer}"
+    return "as bytes" if run.options.model in PRESETS else "as bytes (the model directory has no tokenizer)"
 
 
 def _step_data(run: Prepared, rows: Rows, report: Reporter) -> token_data.StepData:
@@ -449,6 +452,7 @@ def _start(
         text_as=_text_as(run, rows),
         num_windows=data.held_out.num_training,
         num_validation_rows=0 if evaluation is None else evaluation.num_rows,
+        num_validation_rows_there=0 if evaluation is None else evaluation.num_rows_there,
         windows_per_step=options.micro_batches * options.micro_batch_size,
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,

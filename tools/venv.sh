@@ -1,11 +1,12 @@
 #!/bin/sh
-# Makes a virtual environment in DIRECTORY and installs PIP-ARGUMENTS into it, at the tested versions:
-#   sh tools/venv.sh DIRECTORY PIP-ARGUMENTS...
+# Makes a virtual environment in DIRECTORY and installs PIP-ARGUMENTS into it, at the tested versions; without any, hoist:
+#   sh tools/venv.sh DIRECTORY [PIP-ARGUMENTS...]
 # As root on Debian it first installs what may be missing there: venv, and for `dev` a C compiler (one test uses it).
 set -eu
 cd "$(dirname "$0")/.."
-directory=$1
+directory=${1:?name the directory of the environment, like .venv}
 shift
+[ $# != 0 ] || set -- .
 
 debian_package() {
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

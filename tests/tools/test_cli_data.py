@@ -77,7 +77,7 @@ def test_conversations_train_and_are_resumed(shell: Shell, more: list[str]) -> N
     assert whole.code == 0, whole.err
     (found,) = re.findall(r" tokens, (\d+) rows; a step takes 4, so [\d.]+ steps are one epoch", whole.out)
     assert int(found) == 40 if more else 10 < int(found) < 30
-    assert "; its text is read as the tokenizer in " in whole.out
+    assert "; its text is read with the tokenizer in " in whole.out
     losses = [loss for _, loss, _, _ in shell.curve("whole")]
     assert all(3 < loss < 8 for loss in losses)
     assert shell.train(data, *more, "--order", "shuffle", store="parts", steps=2).code == 0

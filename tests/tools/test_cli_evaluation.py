@@ -58,7 +58,7 @@ def test_evaluations_come_when_they_are_due_and_change_nothing(
     last = evaluations[-1]
     # As many micro-batches as a step has: 2 of 2 rows, of the 5 there are.
     assert (last["eval_tokens"], last["eval_counted"]) == (4 * SEQ_LEN, 4 * (SEQ_LEN - 1))
-    assert "         4 rows are evaluated with\n" in done.out
+    assert "         an evaluation takes 4 of the 5 validation rows (--eval-batches 0: all)\n" in done.out
     shown = [line for line in done.out.splitlines() if line.startswith("eval ")]
     assert [line.split(": loss ")[0] for line in shown] == ["eval     step 2", "eval     step 4", "eval     step 5"]
     assert f": loss {last['eval_loss']:.4f} over 60 labels; 64 tokens in " in shown[-1]
@@ -81,7 +81,7 @@ def test_the_loss_is_that_of_the_exported_model(job: Job, capfd: pytest.CaptureF
 def test_a_split_holds_rows_out(job: Job) -> None:
     split = run(job, "split", steps=4, validation_split=0.25, eval_every=4, eval_batches=0, order="shuffle")
     (start,) = split.starts
-    assert (start.num_windows, start.num_validation_rows) == (36, 12)
+    assert (start.num_windows, start.num_validation_rows, start.num_validation_rows_there) == (36, 12, 12)
     (found,) = split.evaluations
     assert found.eval_tokens == 12 * SEQ_LEN
     # A resume goes on in the same split, and says where it is told another one.
@@ -129,7 +129,7 @@ def test_a_signal_ends_an_evaluation(job: Job) -> None:
         (["--validation-split", "0.1", "--validation-data", "x"], "--validation-split: 0.1 is not allowed with --val"),
         (["--eval-every", "2"], "--eval-every: 2 is not allowed without data to evaluate with; give --validation-data"),
         (["--eval-batches", "2"], "--eval-batches: 2 is not allowed without data to evaluate with"),
-        (["--validation-data", "absent"], "--validation-data absent: No such file or directory; give files that you"),
+        (["--validation-data", "absent"], "--validation-data absent: there is no such file or folder; look at"),
         (["--validation-split", "0.5", "--micro-batches", "13"], "--data "),
     ],
 )  # fmt: skip

@@ -74,7 +74,10 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
     [
         (["train", "--steps", "many"], r"--steps: 'many' is not a whole number"),
         (["train", "--stepz", "3"], r"No such option.*--stepz.*--help$"),
-        (["train", "extra"], r"extra.*hoist train --help$"),
+        (["train", "--learning_rate", "1"], r"No such option: --learning_rate; here it is --lr; see hoist train --h"),
+        (["train", "--epochs=3"], r"No such option: --epochs; here it is --steps; a run shows .* --help$"),
+        (["export", "--epochs=3"], r"No such option: --epochs; see hoist export --help$"),
+        (["train", "extra"], r"extra.*; every option has its name before it, like --model DIR .*hoist train --help$"),
         (["export", "store"], r"(?i:Missing argument 'directory'); see hoist export --help$"),
         (["fly"], r"No such command 'fly'; see hoist --help$"),
         (["train", "--betas", "0.9"], r"--betas: '0.9' is not two numbers"),
@@ -82,6 +85,7 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
         (["train", "--lr", "nan"], r"--lr: lr must be a finite number"),
         (["train", "--eps", "-1"], r"--eps: eps must be"),
         (["train", "--host-memory", "4 gigs"], r"--host-memory: '4 gigs' is not a size; write for instance 4GiB"),
+        (["train", "--host-memory", "4"], r"--host-memory: 4 is a number of bytes; write its unit, as in 4GiB"),
         (["train", "--host-memory", "0"], r"--host-memory: '0' is too small"),
         (["train", "--micro-batches", "0"], r"--micro-batches: 0 is not allowed; give at least 1"),
         (["train", "--seq-len", "1"], r"--seq-len: 1 is not allowed; give at least 2"),
@@ -328,7 +332,7 @@ def test_data(shell: Shell) -> None:
     text = shell.job.folder / "short.txt"
     text.write_text("too short")
     assert "has 10 tokens, one step needs 64" in shell.train_refused(data=text)
-    assert "No such file" in shell.train_refused(data=shell.job.folder / "absent.npy")
+    assert "there is no such file" in shell.train_refused(data=shell.job.folder / "absent.npy")
     assert "--data: nothing given" in shell.train_refused(data=None)
     np.save(shell.job.data, np.full(TOKENS_PER_STEP, 503, np.uint16))
     assert "token 0 is 503, allowed are 0 to 502" in shell.train_refused()

@@ -246,7 +246,7 @@ def test_refusals_name_the_file_and_leave_nothing(tmp_path: Path) -> None:
     (data / "blank" / "b.py").touch()
     before = sorted(tmp_path.rglob("*"))
     for name, message in {
-        "absent.npy": "No such file or directory; give files that you may read",
+        "absent.npy": "there is no such file or folder; look at its name",
         "float.npy": "holds float64, token ids must be integers; save the ids as uint16 or uint32",
         "bool.npy": "holds bool, token ids must be integers",
         "matrix.npy": r"has shape \(10, 10\), must have one dimension; save array.reshape\(-1\)",

@@ -141,8 +141,9 @@ def test_refusals_change_nothing(job: Job, run: Hoist) -> None:
         before = tree(folder)
         assert run(*arguments(job, *stores)).refusal().startswith(line)
         assert tree(folder) == before
-    assert run("drives", folder / "new").refusal() == f"{folder}/new: does not exist; create the store first"
-    assert run("drives", folder / "full").refusal() == f"{folder}/full: holds no hoist store"
+    missing = run("drives", folder / "new").refusal()
+    assert missing == f"{folder}/new: does not exist; create the store first, or look at its name"
+    assert run("drives", folder / "full").refusal() == f"{folder}/full: holds no hoist store; name the directory of one"
 
 
 def test_a_drive_is_no_store(job: Job, run: Hoist) -> None:

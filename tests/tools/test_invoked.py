@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from hoist.tools.invoked import command_name
+from hoist.tools.invoked import command_name, install_command
+from hoist.tools.options import TrainOptions, flag
+from hoist.tools.other_names import _HERE, named_here
 
 
 def test_a_proposed_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +29,16 @@ def test_a_proposed_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.Mo
     assert command_name() == "hoist"
     monkeypatch.setattr(sys, "argv", ["/somewhere/cli.py", "train"])
     assert command_name() == "hoist"
+
+
+def test_what_another_trainer_calls_it_leads_to_options_that_are_there() -> None:
+    known = {flag(spec.name) for spec in dataclasses.fields(TrainOptions)}
+    assert not known & {f"--{name}" for name in _HERE}
+    for here in _HERE.values():
+        assert set(re.findall(r"--[a-z-]+", here)) <= known
+    assert named_here("--per_device_train_batch_size") == named_here("--batch-size")
+    assert named_here("--stepz") is None
+
+
+def test_an_installation_goes_to_the_python_that_runs_this() -> None:
+    assert install_command("peft") == f"{shlex.quote(sys.executable)} -m pip install peft"

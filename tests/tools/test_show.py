@@ -109,6 +109,12 @@ def test_outcomes(changed: dict[str, object], line: str) -> None:
         assert "go on    hoist train --store 'a store'" in screen.lines()
 
 
+def test_what_goes_on_from_a_store_beyond_steps_has_something_to_do() -> None:
+    screen = Screen(None)
+    screen.display.end(run_end(num_steps=0, last=None, created=False, step=100, steps=30))
+    assert "go on    hoist train --store 'a store' --steps 200" in screen.lines()
+
+
 @pytest.mark.parametrize(
     ("scale", "skipped", "cell"), [(1.0, 0, ""), (0.123456, 0, "x 0.12"), (1e-7, 3, "x 1e-07"), (0.0, 12, "skipped 12")]
 )
