@@ -119,7 +119,8 @@ def check_model(directory: Path, model: StagedModel, layouts: Sequence[StageLayo
     stored = [sorted(repr(placed.spec) for placed in (*layout.trainable, *layout.frozen)) for layout in layouts]
     if expected != stored:
         raise StoreRefusedError(
-            f"{directory}: the store holds another model; give its own --model, another --store, or --fresh"
+            f"{directory}: the store holds another model, or trains other parts of it; give its own, name another, "
+            "or start over (fresh)"
         )
 
 

@@ -93,7 +93,9 @@ class Evaluation:
             found.append(trainer.evaluate(group))
         counted = sum(part.counted for part in found)
         if not counted:
-            raise ConfigError("--validation-data: no label of these rows counts; give others")
+            raise ConfigError(
+                "validation rows: none of their labels counts; give other --validation-data or another split"
+            )
         return EvalRecord(
             step=trainer.step_number,
             eval_loss=sum(part.loss * part.counted for part in found) / counted,
