@@ -3,6 +3,7 @@
 This module holds the public names only, each loaded when it is first used; docs/architecture.md says what lies where.
 """
 
+import os as _os
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,11 @@ from hoist._version import __version__
 _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is_file():
     __path__.append(str(_checkout))
+
+# Two lanes compute at the same time, each with OpenMP's threads, and those that wait at the end of a loop spin on the cores
+# that the others need. GNU's library, which torch brings, is told to spin only briefly. It reads this when torch is loaded.
+if "OMP_WAIT_POLICY" not in _os.environ:
+    _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 #: Where each public name is defined. Loading them all takes seconds (torch, transformers), so each waits for its use.
 _HOMES = {
