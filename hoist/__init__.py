@@ -15,8 +15,9 @@ _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "setup.cfg").is_file() and (_checkout / "tiers" / "py.typed").is_file():
     __path__.append(str(_checkout))
 
-# Two lanes compute at the same time, each with OpenMP's threads, and those that wait at the end of a loop spin on the cores
-# that the others need. GNU's library, which torch brings, is told to spin only briefly. It reads this when torch is loaded.
+# Two lanes compute at the same time, each with OpenMP's threads, and those that wait at the end of a loop spin on the
+# cores that the others need. GNU's library, which torch brings, is told to spin only briefly (docs/tuning.md). It reads
+# this when torch is loaded.
 if "OMP_WAIT_POLICY" not in _os.environ:
     _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
