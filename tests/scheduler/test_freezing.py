@@ -133,8 +133,9 @@ def test_weights_kept_in_16_bits_are_widened_exactly(
     got = train(tmp_path / "store", tiny_config("llama"), make_steps(3, 2), recipe, engine)
     assert_identical(got, reference(choice, 2, rounded=rounded))
     assert got.ops[Kind.WIDEN] > 0
-    with_room = got.ops[Kind.READ_FROZEN] <= 5
-    assert with_room == (residency == 1.0 and budget_factor == 50.0), "kept as they are stored, and read once"
+    # Where there is room they are kept: as they are stored, or with residency 0 as they are computed with.
+    read_once = got.ops[Kind.READ_FROZEN] <= 5
+    assert read_once == (budget_factor == 50.0)
 
 
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16])
