@@ -418,6 +418,8 @@ def train(
                         after_step(store, files, done)
                 if commit_at_end:
                     trainer.commit()
+                else:
+                    trainer.wait()  # a step's own commit goes on beside it: closing now could be before its end
             assert list(store.verify()) == []
             states = read_states(store, files)
     return Outcome(
