@@ -23,6 +23,9 @@ OWN_NAMES = frozenset(
         store_format.COMMIT_TEMPORARY_NAME,
         store_format.LOCK_NAME,
         store_format.STATUS_NAME,
+        store_format.METRICS_NAME,
+        store_format.TIMELINE_NAME,
+        store_format.WEAR_NAME,
         store_format.CRC_DIRECTORY,
         store_format.STAGES_DIRECTORY,
         store_format.SCRATCH_DIRECTORY,
@@ -48,7 +51,7 @@ class DirectoryState(Enum):
     MISSING = "missing"
     """Nothing; :meth:`Store.create` makes the directory."""
     EMPTY = "empty"
-    """An empty directory, or one with hoist's LOCK alone."""
+    """An empty directory, or one with hoist's LOCK alone, or what it counts of an earlier store's writes."""
     UNCOMMITTED = "uncommitted"
     """A store whose creation never came to a first commit: holds nothing, and is replaced."""
     COMMITTED = "committed"
@@ -67,7 +70,7 @@ def directory_state(directory: Path) -> DirectoryState:
         names = {entry.name for entry in directory.iterdir()} - IGNORED_NAMES
     except OSError as error:
         raise StoreRefusedError(f"{directory}: cannot be read: {error.strerror}") from error
-    if names <= {store_format.LOCK_NAME}:
+    if names <= {store_format.LOCK_NAME, store_format.WEAR_NAME}:
         return DirectoryState.EMPTY
     metadata = directory / store_format.METADATA_NAME
     try:
@@ -158,7 +161,9 @@ def check_space(directory: Path, sizes: Sequence[int], *, extra_bytes: int = 0, 
 
 def store_bytes(directory: Path) -> int:
     """What removing the store at ``directory``, if there is one, would give back on its own drive."""
-    return sum(tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME})
+    return sum(
+        tree_bytes(directory / name) for name in OWN_NAMES - {store_format.LOCK_NAME, store_format.WEAR_NAME}
+    )
 
 
 def tree_bytes(directory: Path) -> int:

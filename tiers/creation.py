@@ -38,7 +38,8 @@ def make_directory(directory: Path) -> bool:
 
 
 def remove_store(directory: Path, engine: IoEngine) -> None:
-    """Remove what is hoist's except LOCK, here and on the store's further drives that can be reached.
+    """Remove what is hoist's, here and on the store's further drives that can be reached. LOCK stays, and so does the
+    count of bytes ever written.
 
     COMMIT.json goes first, durably; the root's metadata, which marks the directory as hoist's, goes last. Other
     people's files stay, and so do the drives' directories.
@@ -61,7 +62,8 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
     for drive in drives.linked(directory):
         drives.clear(drive)
     remove_tree(directory / store_format.DRIVES_DIRECTORY, engine)
-    (directory / store_format.STATUS_NAME).unlink(missing_ok=True)
+    for name in (store_format.STATUS_NAME, store_format.METRICS_NAME, store_format.TIMELINE_NAME):
+        (directory / name).unlink(missing_ok=True)
     if (directory / store_format.METADATA_NAME).exists():
         allocation.sync_directory(directory)  # else a power cut could bring the rest back without its mark
         (directory / store_format.METADATA_NAME).unlink()

@@ -32,7 +32,12 @@ METADATA_NAME = "zarr.json"
 COMMIT_NAME = "COMMIT.json"
 COMMIT_TEMPORARY_NAME = "COMMIT.json.tmp"
 LOCK_NAME = "LOCK"
+#: What a run tells other processes of itself (`scheduler/status.py`), and leaves for reports. No commit names them.
 STATUS_NAME = "status.json"
+METRICS_NAME = "metrics.jsonl"
+TIMELINE_NAME = "timeline.json"
+#: Bytes that were ever written to the store: what a drive has suffered is not undone by a restore or a fresh start.
+WEAR_NAME = "wear.json"
 CRC_DIRECTORY = "crc"
 STAGES_DIRECTORY = "stages"
 SCRATCH_DIRECTORY = "scratch"

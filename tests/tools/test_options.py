@@ -14,6 +14,7 @@ import torch
 
 from hoist.scheduler.errors import ConfigError
 from hoist.tools import cli
+from hoist.tools.commands import train
 from hoist.tools.options import DEFAULT_JOB, MINIMA, NOT_REMEMBERED, TrainOptions, flag
 
 FIELDS = [spec for spec in dataclasses.fields(TrainOptions) if spec.name != "given"]
@@ -30,7 +31,7 @@ def from_toml(tmp_path: Path, text: str, **command_line: Any) -> TrainOptions:
 
 
 def test_the_command_line_has_every_option_and_no_other() -> None:
-    assert set(inspect.signature(cli.train).parameters) == {spec.name for spec in FIELDS} | {"config"}
+    assert set(inspect.signature(train.train).parameters) == {spec.name for spec in FIELDS} | {"config"}
 
 
 def test_text_of_the_command_line_becomes_numbers() -> None:
