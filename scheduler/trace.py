@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 #: Notes after which the file is written within a step, and after which lanes wait until it is.
 BATCH_NOTES, MOST_NOTES = 2048, 16384
+#: Arrows begin so long before the end of an op, or where it begins: viewers round to more than nanoseconds.
+_TAIL_NANOSECONDS = 1000
 #: Numbers of tracks that stand for no thread: beyond any that Linux gives one.
 _STEPS_TRACK, _BOOKKEEPING_TRACKS, _IO_TRACKS = 5_000_000, 5_010_000, 5_020_000
 #: Of tracks from top to bottom; steps are above them all.
@@ -71,10 +73,12 @@ class RunNotes:
         self.waits_before: Mapping[int, list[int]] = {}
         #: Ops that have not ended. Guarded by the trace's lock.
         self.num_left = count
-        #: The writing thread's: ops that are not written, and of those that are the ends (0: none) and tracks.
+        #: The writing thread's: ops that are not written; of those that are, the ends (0: none), tracks, and where arrows
+        #: begin.
         self.num_unwritten = count
         self.stops = array("q", bytes(8 * count))
         self.tracks = array("q", bytes(8 * count))
+        self.tails = array("q", bytes(8 * count))
 
 
 @dataclass(slots=True)
@@ -335,16 +339,16 @@ class Trace:
             )
         )  # fmt: skip
         run.stops[note.number], run.tracks[note.number] = note.stop, note.track
-        awaited = max(
-            ((source.stops[number], source.tracks[number]) for source, number in self._awaited(run, note.number)),
-            default=(0, 0),
+        run.tails[note.number] = max(note.start, note.stop - _TAIL_NANOSECONDS)
+        source, number = max(
+            self._awaited(run, note.number), key=lambda pair: pair[0].stops[pair[1]], default=(run, note.number)
         )
-        if awaited[0]:
+        if number != note.number or source is not run:
             events.extend(
                 flow_events(
                     number=self._next_flow,
                     process=self._process,
-                    tail=(awaited[1], awaited[0] - 1 + self._offset),  # within the slice, whose end is not part of it
+                    tail=(source.tracks[number], source.tails[number] + self._offset),
                     head=(note.track, note.start + self._offset),
                 )
             )
