@@ -73,7 +73,7 @@ class RunNotes:
         self.waits_before: Mapping[int, list[int]] = {}
         #: Ops that have not ended. Guarded by the trace's lock.
         self.num_left = count
-        #: The writing thread's: ops that are not written; of those that are, the ends (0: none), tracks, and where arrows
+        #: The writing thread's: ops that are not written; of those that are, ends (0: none), tracks, and where arrows
         #: begin.
         self.num_unwritten = count
         self.stops = array("q", bytes(8 * count))
