@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,12 +31,63 @@ def inspect_command(
         float, typer.Option("--every", min=0.1, help="Seconds between two looks of --watch.", metavar="SECONDS")
     ] = 1.0,
     show_all: Annotated[bool, typer.Option("--all", help="A row for every stage, however many are alike.")] = False,
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option("--tensor", metavar="NAME", help="Show this tensor, or those that a pattern with * means."),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option("--diff", metavar="OTHER", help="Compare with a snapshot's name, or another store's directory."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was found as JSON; with --watch one object a line.")
     ] = False,
 ) -> int:
     """See where every piece of the model is and what the run does, from another process; the run is not disturbed."""
+    if tensor or diff is not None:
+        return _look_inside(store, tensor or [], diff, watch, show_all, as_json)
     return _inspect(store, watch, every, show_all, as_json)
+
+
+def _look_inside(
+    store: Path, tensors: Sequence[str], diff: str | None, watch: bool, show_all: bool, as_json: bool
+) -> int:
+    """``--tensor`` and ``--diff``, which read values."""
+    from hoist.scheduler.errors import ConfigError
+    from hoist.tiers.errors import CorruptChunkError
+    from hoist.tiers.io.choose import choose_engine
+    from hoist.tools import store_diff, tensor_inspection
+    from hoist.tools.show import Display
+    from hoist.tools.stop import Stop
+
+    if bool(tensors) + (diff is not None) + watch > 1:
+        raise ConfigError("inspect: give one of --tensor, --diff and --watch")
+    console = Console()
+    with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
+
+        def progress(done: int, total: int) -> None:
+            stop.check()
+            display.progress("reading tensors", done, total)
+
+        if diff is not None:
+            other = store_diff.other_side(store, diff)
+            found = store_diff.compare(store, other, engine=engine, progress=progress)
+        else:
+            reports = tensor_inspection.inspect_tensors(store, tensors, engine=engine, progress=progress)
+    if diff is not None:
+        if as_json:
+            typer.echo(json.dumps(found.to_json()))
+        else:
+            store_diff.print_difference(found, console, every=show_all)
+        return 0
+    if as_json:
+        typer.echo(tensor_inspection.print_json(store, reports))
+    else:
+        tensor_inspection.print_reports(reports, console)
+    damaged = next((report for report in reports if report.damage is not None), None)
+    if damaged is not None:
+        raise CorruptChunkError(f"{damaged.name}: {damaged.damage}")
+    return 0
 
 
 def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bool) -> int:
