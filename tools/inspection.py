@@ -6,7 +6,6 @@ by `inspection_store.py`, the run's document is described in `scheduler/status.p
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hoist.scheduler.status import STATE_KINDS, RunState, RunStatus, StateBytes
+from hoist.scheduler.status_file import read_status
 from hoist.tiers import lock
 from hoist.tiers.format import LOCK_NAME, MOMENT_ARRAYS, STATUS_NAME, WEIGHT_ARRAYS
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
+from hoist.tiers.small_files import Why
 from hoist.tools.inspection_store import StoreView, look
 
 #: Raised by one when a reader of the version before would misread `--json`.
@@ -214,38 +215,12 @@ def _look_at_run(view: StoreView, notes: list[str]) -> tuple[RunStatus | None, H
 
 
 def _read_status(view: StoreView, notes: list[str]) -> RunStatus | None:
-    path = view.directory / STATUS_NAME
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        notes.append(f"{path}: cannot be read: {error.strerror}")
-        return None
-    status = parse_status(data)
-    if isinstance(status, str):
-        notes.append(f"{path}: {status}; what the run told is not shown")
-        return None
-    if view.store_id is not None and status.store_id != view.store_id:
-        notes.append(f"{path}: is another store's ({status.store_id or 'without an id'}), copied here; it is not shown")
-        return None
-    return status
-
-
-def parse_status(data: bytes) -> RunStatus | str:
-    """The document in a file's bytes, or why there is none."""
-    if not data:
-        return "is empty"
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        return f"is no JSON, or cut off ({len(data)} bytes): {error}"
-    if not isinstance(document, dict):
-        return f"expected an object, saw {type(document).__name__}"
-    try:
-        return RunStatus.from_json(document)
-    except ValueError as error:
-        return str(error)
+    found = read_status(view.directory, store_id=view.store_id)
+    if isinstance(found, RunStatus):
+        return found
+    if found.why is not Why.MISSING or (view.directory / STATUS_NAME).exists():
+        notes.append(f"{found.detail}; what the last run told is not shown")
+    return None
 
 
 def _without_commit(view: StoreView, now: float | None, notes: list[str], holder: Holder | None) -> Inspection:
