@@ -17,8 +17,8 @@ from typing import Any
 
 from hoist.scheduler.status import STATE_KINDS, RunState, RunStatus, StateBytes
 from hoist.scheduler.status_file import read_status
-from hoist.tiers import lock
-from hoist.tiers.format import LOCK_NAME, MOMENT_ARRAYS, STATUS_NAME, WEIGHT_ARRAYS
+from hoist.tiers import allocation, lock
+from hoist.tiers.format import LOCK_NAME, MOMENT_ARRAYS, STATUS_NAME, WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
 from hoist.tiers.small_files import Why
@@ -93,6 +93,17 @@ class Inspection:
     """What the last run told last; None where there is nothing of this store's."""
     stages: tuple[StageStates, ...]
     """While a run holds the store, as it tells; otherwise as the last commit left them, all on NVMe."""
+    free_bytes: int | None
+    """Free on the drive of the store's own directory; None if that cannot be seen."""
+
+    @property
+    def file_bytes(self) -> int:
+        """What the chunk files take, all slots of a store, those of the commit in a snapshot."""
+        slots = 1 if self.view.is_snapshot else self.view.num_slots
+        element = sum(array.itemsize for array in StateArray)
+        return sum(
+            layout.padded_elements * element * slots + layout.frozen_bytes for layout in self.view.layouts
+        )
 
     @property
     def is_live(self) -> bool:
@@ -171,6 +182,8 @@ class Inspection:
                 "num_slots": self.view.num_slots,
                 "num_drives": len(record.drives),
             },
+            "file_bytes": self.file_bytes,
+            "free_bytes": self.free_bytes,
             "num_steps": self.num_steps,
             "snapshots": list(self.view.snapshots),
             "live": self.is_live,
@@ -320,7 +333,15 @@ def _inspection(
         holder=holder,
         status=status,
         stages=stages,
+        free_bytes=_free_bytes(view.directory),
     )
+
+
+def _free_bytes(directory: Path) -> int | None:
+    try:
+        return allocation.free_bytes(directory)
+    except OSError:
+        return None
 
 
 def _padded(kinds: tuple[StateBytes, ...]) -> tuple[StateBytes, ...]:

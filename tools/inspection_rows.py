@@ -49,6 +49,11 @@ def rows(
     return _joined(stages, at_work, lambda stage: number[id(stage)] // block, 2)
 
 
+def total(stages: Sequence[StageStates]) -> Row:
+    """All stages in one row."""
+    return _row(stages, None)
+
+
 def _joined(
     stages: Sequence[StageStates], at_work: str | None, key: Callable[[StageStates], Hashable], least: int
 ) -> tuple[Row, ...]:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hoist.scheduler.status import STATE_KINDS, RunStatus, StateBytes, TierStatus
 from hoist.tools.inspection import Condition, Inspection, show_span
-from hoist.tools.inspection_rows import MAX_ROWS, Row, rows
+from hoist.tools.inspection_rows import MAX_ROWS, Row, rows, total
 from hoist.tools.sizes import show_bytes
 
 #: Letter and colour of each tier; the colours are told apart with any kind of colour blindness (Okabe and Ito 2008).
@@ -132,6 +132,12 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
         canvas.field("note", line)
     if view.record is not None:
         _position(canvas, inspection, status)
+    if view.record is not None and not inspection.is_live and inspection.free_bytes is not None:
+        slots = "" if view.is_snapshot else f", {view.num_slots} slots a chunk"
+        canvas.field(
+            "drive",
+            f"{show_bytes(inspection.file_bytes)} in chunk files{slots}; {show_bytes(inspection.free_bytes)} are free",
+        )
     if view.snapshots:
         names = view.snapshots if len(view.snapshots) <= 6 else (*view.snapshots[:5], f"{len(view.snapshots) - 5} more")
         canvas.field("kept", f"snapshots: {', '.join(names)}")
@@ -144,7 +150,9 @@ def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) 
     if status is None or not inspection.is_live:
         canvas.field("step", f"{0 if record is None else record.step:,}{of} committed")
         if status is not None and inspection.condition in (Condition.DIED, Condition.FAILED):
-            canvas.field("", f"the run itself had come to step {status.position.step:,}")
+            position = status.position
+            at = "" if position.current_step is None else f" and was at step {position.current_step:,}"
+            canvas.field("", f"the run itself had done {position.step:,} steps{at}")
     else:
         position = status.position
         doing = "between steps" if position.phase is None else position.phase
@@ -218,6 +226,9 @@ def _table(canvas: Canvas, inspection: Inspection, every: bool, limit: int) -> N
     shown = rows(inspection.stages, at_work=at_work, every=every, limit=limit)
     arrow, dots = (">", "..") if canvas.ascii_only else ("▶", "…")
     names = [_name(canvas, row, dots) for row in shown]
+    if len(inspection.stages) > 1:
+        shown = (*shown, total(inspection.stages))
+        names.append("all together")
     for sizes in (show_bytes, short_bytes):
         cells = [[_tokens(kind, sizes) for kind in row.kinds] for row in shown]
         name_width = max(len("stage"), *map(cell_len, names)) + 2
@@ -324,7 +335,7 @@ def _legend(canvas: Canvas, inspection: Inspection, shown: Sequence[Row], *, sho
     also = []
     if short:
         also.append("K M G T: KiB to TiB")
-    if any(row.num_stages > 1 for row in shown):
+    if any(row.num_stages > 1 for row in shown[:-1]):
         also.append("stages that are alike stand together, with their number and sum (--all: each alone)")
     if also:
         parts = [f"  {'; '.join(also)}"]
