@@ -309,10 +309,9 @@ def _train_and_compare(directory: Path) -> tuple[int, int]:
         return store.wear.written_bytes - before, _kernel_bytes() - kernel_before
 
 
-def test_the_kernel_counts_the_same_but_for_whole_pages_of_small_files(tmp_path: Path) -> None:
-    """The kernel counts pages that become dirty: of each small file whole ones, also if it is short or replaced soon.
-
-    What a file system writes of its own, its journal, neither counts.
+def test_the_kernel_counts_the_same_but_for_small_files_and_the_file_systems_own(tmp_path: Path) -> None:
+    """The kernel counts pages that become dirty: of each small file whole ones, also if it is short or replaced soon,
+    and of the file system's own blocks (directories, inodes) those that this process changes.
     """
     probe = tmp_path / "probe"
     before = _kernel_bytes()
@@ -321,5 +320,5 @@ def test_the_kernel_counts_the_same_but_for_whole_pages_of_small_files(tmp_path:
         pytest.skip("this file system writes nothing to a drive")
     code, (counted, kernel) = run_in_process(_train_and_compare, tmp_path / "store")
     assert code == 0
-    num_small_files = 3 * 3  # checksums, COMMIT.json and wear.json of three commits
-    assert 0 <= kernel - counted <= num_small_files * 4096
+    # Checksums, COMMIT.json and wear.json of three commits, and for each up to a dozen blocks of the file system.
+    assert 0 <= kernel - counted <= 3 * 3 * 13 * 4096
