@@ -136,7 +136,7 @@ class Trainer:
         self.config = config
         self._model = model
         self._store = store
-        self._engine = engine
+        self._engine = store.counted(engine)
         self._setup = setup or prepare(model, store.layouts, config)
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
@@ -144,7 +144,7 @@ class Trainer:
         self._runtime = self.runtime_kind(
             model=model,
             store=store,
-            engine=engine,
+            engine=self._engine,
             places=self._places,
             manager=self._manager,
             buffers=self._setup.buffers(),
