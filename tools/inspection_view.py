@@ -160,10 +160,10 @@ def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) 
             doing += f" of {position.stage}"
         if position.micro_batch is not None:
             doing += f", micro-batch {position.micro_batch}"
-        at = position.step if position.current_step is None else position.current_step
+        number = position.step if position.current_step is None else position.current_step
         share = position.step / inspection.num_steps if inspection.num_steps else None
         told = "" if inspection.age_seconds is None else f"; told {show_span(inspection.age_seconds)} ago"
-        canvas.field("step", f"{at:,}{of}: {doing}; {committed}{told}")
+        canvas.field("step", f"{number:,}{of}: {doing}; {committed}{told}")
         if share is not None:
             left = "" if status.speed.eta_seconds is None else f", {show_clock(status.speed.eta_seconds)} left"
             canvas.lines.append(Text.assemble(" " * _LABEL_WIDTH, canvas.bar(share), f" {share:.0%}{left}"))

@@ -273,8 +273,8 @@ def test_much_damage_is_counted(store: Path) -> None:
 
 
 def test_a_drive_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from hoist.tools.drives import change
     from hoist.tiers.io.direct import DirectEngine
+    from hoist.tools.drives import change
 
     with DirectEngine(num_threads=1) as engine:
         with committed(tmp_path / "store", engine):
