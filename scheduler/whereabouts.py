@@ -55,6 +55,7 @@ class Whereabouts:
                 first.setdefault(piece.chunk, piece.index)
             self._first_pieces.append(first)
         self._tiers = dict(tiers)
+        self.stage_names = tuple(layout.name for layout in layouts)
         #: Per stage, bytes of weights (frozen ones included) and of moments that the store has one version of.
         self._stored = [
             (
@@ -79,6 +80,10 @@ class Whereabouts:
             return ((MOMENTS, num_bytes),)
         weights = num_bytes * WEIGHT_BYTES // (WEIGHT_BYTES + MOMENT_BYTES)
         return ((WEIGHTS, weights), (MOMENTS, num_bytes - weights))
+
+    def tier(self, item: Item, in_buffer: bool) -> Tier:
+        """The highest tier that an item is in."""
+        return self._tiers.get(item.kind, Tier.HOST) if in_buffer else Tier.NVME
 
     def second_number(self, item: Item) -> int:
         """What tells items of one kind of state and stage apart: a piece, of a kept chunk the first one; a

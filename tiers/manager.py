@@ -407,14 +407,12 @@ class Manager:
         with self._lock:
             return self._snapshot()
 
-    def swap_log(self) -> tuple[MoveLog | None, Snapshot, float]:
-        """Begin a new log of moves; returns the one before (None the first time), and what was where at the turn, with
-        the time (``time.perf_counter()``).
-        """
+    def swap_log(self) -> tuple[MoveLog | None, Snapshot]:
+        """Begin a new log of moves; returns the one before (None the first time), and what was where at the turn."""
         fresh = MoveLog()
         with self._lock:
             log, self._log = self._log, fresh
-            return log, self._snapshot(), perf_counter()
+            return log, self._snapshot()
 
     def statistics(self) -> ManagerStatistics:
         """A snapshot of the counters."""
