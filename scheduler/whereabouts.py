@@ -92,8 +92,10 @@ class Whereabouts:
         match item.kind:
             case ItemKind.KEPT_WEIGHTS | ItemKind.KEPT_MOMENTS:
                 return self._first_pieces[item.first][item.second]
-            case ItemKind.WEIGHTS | ItemKind.GRADIENT:
+            case ItemKind.WEIGHTS:
                 return -1
+            case ItemKind.GRADIENT:
+                return item.second - 1  # as `Manager.stash` numbers those that wait
             case ItemKind.KEPT_FROZEN:
                 return -2
             case _:

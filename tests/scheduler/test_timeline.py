@@ -190,7 +190,7 @@ def test_a_manager_logs_moves_only_once_it_is_asked() -> None:
     states = list(State)
     assert [states[index] for index in log.states] == [State.WRITING, State.CLEAN, State.STORED]
     assert list(zip(log.first, log.second, log.num_bytes, log.in_buffer, strict=True)) == [
-        (1, 2, 10, 1), (1, 2, 10, 1), (0, 3, 16, 0),
+        (1, 2, 10, 1), (1, 2, 10, 1), (0, 1 + 3, 16, 0),
     ]  # fmt: skip
     assert table.stashed == {(0, 3): 16}
     assert table.items == ((item, State.CLEAN, 10, True),)
