@@ -36,6 +36,7 @@ from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
+from hoist.scheduler.timeline import Recorder
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.traced import Traced
 from hoist.scheduler.whereabouts import Whereabouts
@@ -198,6 +199,14 @@ class Trainer:
         #: Bytes that need not be read and written, up to the last step's end.
         self._saved_bytes = (0, 0)
         self._metrics_log = MetricsLog(store.directory / METRICS_NAME)
+        #: The last step's timeline; None if nobody is to be told.
+        self._recorder = Recorder(self._manager) if config.status_seconds else None
+        whereabouts = Whereabouts(
+            store.layouts,
+            self._runtime.pieces,
+            self._setup.memory.kept.weights,
+            dict.fromkeys(ItemKind, Tier.HOST),
+        )
         self._collector = Collector(
             store=store,
             engine=engine,
@@ -205,12 +214,7 @@ class Trainer:
             executor=self._executor,
             sampler=self._sampler,
             memory=self._setup.memory,
-            whereabouts=Whereabouts(
-                store.layouts,
-                self._runtime.pieces,
-                self._setup.memory.kept.weights,
-                dict.fromkeys(ItemKind, Tier.HOST),
-            ),
+            whereabouts=whereabouts,
             budget_bytes=config.host_memory_bytes,
             scratch_bytes=self._setup.scratch_bytes,
             num_steps=config.schedule.num_steps,
@@ -226,6 +230,8 @@ class Trainer:
             store.directory,
             interval_seconds=config.status_seconds,
             status=self._collector.status,
+            timeline=lambda: None if self._recorder is None else self._recorder.last,
+            whereabouts=whereabouts,
             metrics=self._metrics_log,
         )
         self._publisher.publish_soon()
@@ -429,6 +435,8 @@ class Trainer:
             commit_due=self._commit_is_due(step),
         )
         self._collector.evaluating = False
+        if self._recorder is not None:
+            self._recorder.begin()
         self._runtime.begin(state)
         self._last_state = state
         self._open_steps.append(step)
@@ -440,6 +448,8 @@ class Trainer:
         self._forget_finished()
         stopped = time.perf_counter()
         self._last_spans = spans
+        if self._recorder is not None:
+            self._recorder.end(step, started, stopped, spans, self._executor.unfinished())
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())

@@ -87,7 +87,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
     with named("--store", directory, *further):
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
-            check_metrics_path(Path(options.metrics))
+            check_metrics_path(Path(options.metrics), store=directory)
         if options.trace is not None:
             check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
