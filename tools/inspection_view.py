@@ -187,10 +187,10 @@ def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) 
             doing += f" of {position.stage}"
         if position.micro_batch is not None:
             doing += f", micro-batch {position.micro_batch}"
-        at = position.step if position.current_step is None else position.current_step
+        number = position.step if position.current_step is None else position.current_step
         share = position.step / inspection.num_steps if inspection.num_steps else None
         told = "" if inspection.age_seconds is None else f"; told {show_span(inspection.age_seconds)} ago"
-        canvas.field("step", f"{at:,}{of}: {doing}; {committed}{told}")
+        canvas.field("step", f"{number:,}{of}: {doing}; {committed}{told}")
         if share is not None:
             left = "" if status.speed.eta_seconds is None else f", {show_clock(status.speed.eta_seconds)} left"
             canvas.add(Text.assemble(" " * _LABEL_WIDTH, canvas.bar(share), f" {share:.0%}{left}"), spare=2)
@@ -371,8 +371,8 @@ def _legend(canvas: Canvas, inspection: Inspection, shown: Sequence[Row], *, sho
         parts = [f"  {'; '.join(also)}"]
         if canvas.width is not None:
             parts = textwrap.wrap("; ".join(also), canvas.width, initial_indent="  ", subsequent_indent="  ")
-        for part in parts:
-            canvas.add(Text(part, style=_QUIET_STYLE), spare=1)
+        for each in parts:
+            canvas.add(Text(each, style=_QUIET_STYLE), spare=1)
 
 
 def short_bytes(num_bytes: int) -> str:
