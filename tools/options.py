@@ -76,7 +76,7 @@ MINIMA: Mapping[str, int] = {
 AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset(
-    {"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "given", "tbw"}  # the ledger keeps tbw
+    {"store", "metrics", "trace", "fresh", "io", "verify", "max_chunk_elements", "given", "tbw"}  # the ledger keeps tbw
 )
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
 WITHOUT_EFFECT = frozenset(
@@ -190,6 +190,8 @@ class TrainOptions:
     """Width of ids in .bin files: 2 or 4."""
     metrics: str | None = None
     """File that gets one JSON object a step."""
+    trace: str | None = None
+    """File that gets what every lane did, for Chrome or Perfetto."""
     tbw: tuple[str, ...] = ()
     """Bytes that a drive is rated for in its life: one for each of the store's drives, or one per drive. 0: forget."""
     write_budget: str = "0"
@@ -242,7 +244,7 @@ class TrainOptions:
         self.lora_options()
         if not self.store:
             raise ConfigError("--store: nothing given; name a directory, or leave the option out")
-        for name in ("store", "model", "metrics"):
+        for name in ("store", "model", "metrics", "trace"):
             if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
