@@ -34,6 +34,8 @@ class Bandwidth:
     """Every byte read back was the byte written."""
     direct: bool
     """Nothing went through the page cache."""
+    cpu_seconds_per_byte: float = 0.0
+    """Processor time of the whole process for a byte, written or read; little else should run in it meanwhile."""
 
 
 def measure_bandwidth(
@@ -105,12 +107,12 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
             wrong.append(index)
 
     wrong: list[int] = []
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     _stream(num_requests, ring, write)
     engine.flush(path).result()
     written = time.perf_counter()
     _stream(num_requests, ring, read)
-    finished = time.perf_counter()
+    finished, cpu = time.perf_counter(), time.process_time() - started_cpu
     # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
     for buffer in ring:
         buffer.fill_(0xAA)
@@ -121,6 +123,7 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
         write_bytes_per_second=total / (written - started),
         verified=not wrong,
         direct=engine.statistics().buffered_bytes == buffered_before,
+        cpu_seconds_per_byte=cpu / (2 * total),
     )
 
 
