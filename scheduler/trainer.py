@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from hoist.scheduler.batches import Batch
+from hoist.scheduler.collect import Collector
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
@@ -26,17 +27,21 @@ from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
+from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
+from hoist.scheduler.publish import Publisher
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
+from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers import heap
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
+from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.manager import Manager, Residency
+from hoist.tiers.manager import ItemKind, Manager, Residency, Tier
 from hoist.tiers.store import Store
 
 #: Key of the trainer's own counters in a commit's run record.
@@ -107,8 +112,13 @@ class Trainer:
         config: TrainerConfig,
         baseline_bytes: int | None = None,
         setup: Setup | None = None,
+        prediction: Mapping[str, Any] | None = None,
+        wear: Callable[[], Mapping[str, Any] | None] | None = None,
     ) -> None:
         """``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
+
+        ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
+        document has them as they are.
 
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
@@ -174,9 +184,38 @@ class Trainer:
         self._written_bytes = engine.statistics().written_bytes
         #: Bytes that need not be read and written, up to the last step's end.
         self._saved_bytes = (0, 0)
+        self._metrics_log = MetricsLog(store.directory / METRICS_NAME)
+        self._collector = Collector(
+            store=store,
+            engine=engine,
+            manager=self._manager,
+            executor=self._executor,
+            sampler=self._sampler,
+            memory=self._setup.memory,
+            whereabouts=Whereabouts(
+                store.layouts,
+                self._runtime.pieces,
+                self._setup.memory.kept.weights,
+                dict.fromkeys(ItemKind, Tier.HOST),
+            ),
+            budget_bytes=config.host_memory_bytes,
+            scratch_bytes=self._setup.scratch_bytes,
+            num_steps=config.schedule.num_steps,
+            interval_seconds=config.status_seconds,
+            step=lambda: self._position.step,
+            prediction=prediction,
+            wear=wear,
+        )
         self._closed = False
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
+        self._publisher = Publisher(
+            store.directory,
+            interval_seconds=config.status_seconds,
+            status=self._collector.status,
+            metrics=self._metrics_log,
+        )
+        self._publisher.publish_soon()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there
 
@@ -213,6 +252,18 @@ class Trainer:
     def residency(self) -> tuple[Residency, ...]:
         """What is in host buffers or in scratch now, item by item; from any thread."""
         return self._manager.table()
+
+    def publish(self) -> None:
+        """Write STORE/status.json now, beside what is written every ``status_seconds``; from any thread, also from
+        within a step. A file that cannot be written is said once through `logging`, and no error.
+        """
+        self._publisher.publish()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a line to STORE/metrics.jsonl, beside those that steps write: an evaluation, with ``step`` and
+        ``eval_loss``. Raises ValueError on what is not JSON, nothing about the file (see :class:`MetricsLog`).
+        """
+        self._metrics_log.write(record)
 
     @property
     def last_spans(self) -> list[Span]:
@@ -289,6 +340,9 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
+            if not self._collector.evaluating:  # an evaluation may take many calls
+                self._collector.evaluating = True
+                self._publisher.publish_soon()
             try:
                 with evaluating(self._model.model), private_rng():
                     self._executor.run(plan, step)
@@ -322,6 +376,11 @@ class Trainer:
                 raise ConfigError("this trainer is closed; open the store with a new one")
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 yield
+        except ConfigError:
+            raise  # nothing was done
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             self._entered.release()
 
@@ -341,6 +400,7 @@ class Trainer:
             lr=lr,
             commit_due=self._commit_is_due(step),
         )
+        self._collector.evaluating = False
         self._runtime.begin(state)
         self._last_state = state
         self._open_steps.append(step)
@@ -354,6 +414,8 @@ class Trainer:
         self._last_spans = spans
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
+        self._metrics_log.write(metrics.to_json())
+        self._collector.note_step(metrics)
         state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
@@ -410,6 +472,8 @@ class Trainer:
         self._sampler.close()
         self._runtime.release()
         self._places.close()
+        self._collector.closed = True
+        self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -417,7 +481,15 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and isinstance(error, Exception | KeyboardInterrupt):
+            self._fail(error)
         self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """The run has ended with an error, the first one if there are several; whoever looks on is told at once."""
+        if self._collector.error is None and not self._closed:
+            self._collector.error = error
+            self._publisher.publish_soon()
 
     # ------------------------------------------------------------------
 

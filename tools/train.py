@@ -359,6 +359,7 @@ class _Loop:
                 f"the evaluation after step {trainer.step_number} was cut short by the signal, and is left out"
             )
         else:
+            trainer.log(found.to_json())
             if self._metrics_file is not None:
                 self._metrics_file.write(found)
             self._report.evaluation(found)
