@@ -71,7 +71,8 @@ def line(
             compute_seconds=compute_seconds, io_seconds=io_seconds, num_micro_batches=config.num_micro_batches
         )
         if count > config.num_micro_batches:
-            ways.append(f"--micro-batches {count} (now {config.num_micro_batches}) would compute as long as it moves bytes")
+            now = config.num_micro_batches
+            ways.append(f"--micro-batches {count} (now {now}) would compute as long as it moves bytes")
     return "; or ".join(ways) or None
 
 

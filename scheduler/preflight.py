@@ -20,7 +20,7 @@ from hoist.scheduler.ops import Kind, Lane
 from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.pricing import Prices, Times
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.simulate import Bounds, Costs, Machine, bounds
+from hoist.scheduler.simulate import Costs, Machine, bounds
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.timing import Progress, measure
 from hoist.tiers.dealing import measured_bytes
@@ -134,7 +134,7 @@ def predict(
 ) -> tuple[Prediction, Measured]:
     """Measure, then predict: before a trainer is made on ``model``, and while nothing else runs.
 
-    Takes a few seconds, and no more memory than the run. Makes one temporary file in each of ``drives``, and removes it.
+    Takes a few seconds, and no more memory than the run. Makes a temporary file in each of ``drives``, and removes it.
     Raises StoreRefusedError where none can be made, what a stage raises, and ConfigError while a trainer is open.
     """
     progress("measuring the drive", 0, 1)
@@ -187,7 +187,7 @@ def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: i
     linked = steady_plan(setup, config)
     prices = Prices(setup, part_bytes=measured.part_bytes)
     costs = prices.costs(linked, measured.times)
-    cold_read_bytes, _ = prices.bytes_of(_plan(setup, config, cold=True, pending=False).plan.ops)
+    cold_read_bytes, _ = prices.bytes_of(step_plan(setup, config, cold=True, pending=False).plan.ops)
     found = bounds(linked, costs, _machine(costs, measured))
     of_lane = {lane: _lane_seconds(linked, costs, lane) for lane in (Lane.COMPUTE, Lane.OPTIM, Lane.COPY)}
     step = found.step
@@ -224,10 +224,11 @@ def steady_plan(setup: Setup, config: TrainerConfig) -> LinkedPlan:
     delays = config.speculates or any(
         first < shape.num_pieces for first, shape in zip(setup.delayed_from, shapes, strict=True)
     )
-    return _plan(setup, config, cold=False, pending=delays)
+    return step_plan(setup, config, cold=False, pending=delays)
 
 
-def _plan(setup: Setup, config: TrainerConfig, *, cold: bool, pending: bool) -> LinkedPlan:
+def step_plan(setup: Setup, config: TrainerConfig, *, cold: bool, pending: bool) -> LinkedPlan:
+    """A full step's plan, as the trainer makes it."""
     make = vertical if config.plan == "vertical" else horizontal
     return link(make(setup.shapes(), config.num_micro_batches, setup.buffers(), cold=cold, pending=pending))
 

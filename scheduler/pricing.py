@@ -85,7 +85,8 @@ class Prices:
             if op.lane in (Lane.IO, Lane.NONE):
                 seconds.append(0.0)
                 continue
-            seconds.append(self._work_seconds(op, times, first) + (times.op_seconds if op.lane is not Lane.COMMIT else 0.0))
+            handing_over = 0.0 if op.lane is Lane.COMMIT else times.op_seconds  # which does nothing between commits
+            seconds.append(self._work_seconds(op, times, first) + handing_over)
         return Costs(
             seconds=seconds,
             read_bytes=[each.read for each in moved],

@@ -18,8 +18,8 @@ from hoist.scheduler.ops import Kind, Lane
 CPU_LANES = (Lane.COMPUTE, Lane.COPY, Lane.OPTIM, Lane.COMMIT)
 #: Lanes that :func:`bounds` takes away in turn.
 PRICED_LANES = (Lane.COMPUTE, Lane.IO, Lane.OPTIM, Lane.COPY)
-#: Steps before the ones that are averaged: the first has nothing to overlap with, and what it leaves delays the next.
-WARM_UP_STEPS = 2
+#: Steps before those that are averaged: the first has nothing to overlap with, and two may run ahead of their updates.
+WARM_UP_STEPS = 3
 #: Steps that are averaged, and the most ops that one simulation goes through while more than one is.
 AVERAGED_STEPS = 4
 MOST_OPS = 150_000

@@ -6,6 +6,7 @@ The passes are those of `runtime.py`'s compute ops, with the same gradient hooks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -57,8 +58,6 @@ class StageBench:
         self._tensors = places.stages[stage.index].tensors()
         for tensor in self._tensors.values():
             fill(tensor, pattern)
-        #: The gradients of the next backward are added to what is there.
-        self.adds = False
         #: Names whose gradient has come in this step.
         self._touched: set[str] = set()
         self._handles: list[RemovableHandle] = []
@@ -69,7 +68,7 @@ class StageBench:
             if not parameter.requires_grad or passes < 0:
                 continue
             values = places.stages[stage.index].gradient(own[name]) if name in own else places.loans[name]
-            targets[parameter] = Target(values, lambda name=name: self._is_touched(name))
+            targets[parameter] = Target(values, partial(self._is_touched, name))
             self._handles.append(parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter])))
         self._direct = DirectGradients(targets, places.block)
 
@@ -102,7 +101,7 @@ class StageBench:
         return [*found, *(torch.empty(max(64, num_bytes), dtype=torch.uint8) for _ in range(2 - len(found)))]
 
     def forward(self, entering: Sequence[Packed], batch: Batch, context: Context | None) -> tuple[Packed, ...]:
-        """A forward without autograd, kept like a boundary activation; what is handed on. A head has none of its own."""
+        """A forward without autograd, kept like a boundary activation; what is handed on. A head has none."""
         source, target = self._slots(packed_bytes(entering))
         with torch.no_grad():
             if isinstance(self._stage, EmbedStage):

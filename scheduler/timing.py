@@ -1,4 +1,4 @@
-"""Times what a run's lanes will do, on its own buffers and before it has a store: stages, an update, a merge, hand-overs.
+"""Times what a run's lanes will do, on its own buffers and before it has a store: stages, an update, a merge.
 
 Random numbers stand for weights, activations and batches (`stage_bench.py`); stages that are equal are timed once.
 Torch's generators and the model are left as they were. What the times are for is `pricing.py`'s business.

@@ -1,7 +1,7 @@
 """How well steps are predicted: python -m hoist.tools.bench_prediction --directory /nvme
 
 For each case: the prediction made before the first step, as `hoist train` makes it, beside the median of the steps that
-follow, and the bytes of both. Nothing is fitted to the steps. Other work on the machine shows in both, at other moments.
+follow, and the bytes of both. Nothing is fitted to the steps. Other work on the machine disturbs both, at other times.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.table import Table
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.preflight import DrivePlace, Prediction, predict
 from hoist.scheduler.setup import lay_out_stages, prepare
@@ -117,7 +118,7 @@ def measure(directory: Path, case: Case, *, seconds: float) -> Row:
             Path(folder) / "store", model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
         )
         feed = batches(config, (case.seq_len, case.micro_batch_size, case.num_micro_batches))
-        found = []
+        found: list[StepMetrics] = []
         with store, Trainer(model=staged, store=store, engine=engine, config=options, setup=setup) as trainer:
             for _ in range(2):
                 trainer.step(next(feed))

@@ -75,7 +75,7 @@ MINIMA: Mapping[str, int] = {
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
-NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "given"})
+NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "dry_run", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
 WITHOUT_EFFECT = frozenset(
     {
@@ -188,6 +188,8 @@ class TrainOptions:
     """Width of ids in .bin files: 2 or 4."""
     metrics: str | None = None
     """File that gets one JSON object a step."""
+    dry_run: bool = False
+    """Tell what the run would take, and stop before anything is made."""
     fresh: bool = False
     """Start over in an existing store."""
     given: frozenset[str] = field(default=frozenset(), repr=False)

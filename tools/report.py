@@ -14,6 +14,7 @@ from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.forecast import Forecast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,10 @@ class RunEnd:
     budget_bytes: int
     commits: CommitTotals
     """This call's."""
+    predicted_seconds: float | None = None
+    """What was predicted of a step; None if nothing was."""
+    measured_seconds: float | None = None
+    """Median of this call's steps, of which the first ones are left out; None if there were no others."""
 
 
 class Reporter(Protocol):
@@ -146,6 +151,9 @@ class Reporter(Protocol):
 
     def plan(self, start: RunStart) -> None:
         """What is about to run."""
+
+    def forecast(self, forecast: Forecast) -> None:
+        """What the run is expected to take."""
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         """A step has ended."""
