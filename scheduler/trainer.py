@@ -124,7 +124,7 @@ class Trainer:
         ``trace`` notes what every op does; it stays open.
 
         ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
-        document has them as they are.
+        document has them as they are. Metrics tell the prediction's ``seconds``.
 
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
@@ -139,6 +139,7 @@ class Trainer:
         self._store = store
         self._engine = store.counted(engine)
         self._setup = setup or prepare(model, store.layouts, config)
+        self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
         self._manager = Manager(stored_bytes=_stored_bytes(store), validate=config.validate)
@@ -623,6 +624,7 @@ class Trainer:
             lr=state.lr,
             tokens=sum(map(self._model.batches.num_tokens, state.batches)),
             seconds=stopped - started,
+            predicted_seconds=self._predicted_seconds,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
             nvme_read_saved_bytes=saved[0] - self._saved_bytes[0],
