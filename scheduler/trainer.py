@@ -362,8 +362,8 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
-            if not self._collector.evaluating:  # an evaluation may take many calls
-                self._collector.evaluating = True
+            if self._collector.doing != "evaluate":  # an evaluation may take many calls
+                self._collector.doing = "evaluate"
                 self._publisher.publish_soon()
             try:
                 with evaluating(self._model.model), private_rng():
@@ -435,7 +435,7 @@ class Trainer:
             lr=lr,
             commit_due=self._commit_is_due(step),
         )
-        self._collector.evaluating = False
+        self._collector.doing = "step"
         if self._recorder is not None:
             self._recorder.begin()
         self._runtime.begin(state)
@@ -454,12 +454,12 @@ class Trainer:
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())
-        self._collector.note_step(metrics)
         state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
         )
+        self._collector.note_step(metrics)
         if state.commit_due:
             state.commit = partial(self._commit, self._position)
         if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
@@ -573,6 +573,7 @@ class Trainer:
         last = self._last_state
         keeps = last is not None and last.commit_due and self._keeps_states
         if self._pending or keeps:
+            self._collector.doing = "updates"
             with private_rng():
                 self._execute(self._plan(0), self._position.step + 1)
             self._pending = False
