@@ -65,7 +65,12 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
     for drive in drives.linked(directory):
         drives.clear(drive)
     remove_tree(directory / store_format.DRIVES_DIRECTORY, engine)
-    for name in (store_format.STATUS_NAME, store_format.METRICS_NAME, store_format.TIMELINE_NAME):
+    for name in (
+        store_format.STATUS_NAME,
+        store_format.METRICS_NAME,
+        store_format.TIMELINE_NAME,
+        store_format.WEAR_TEMPORARY_NAME,
+    ):
         (directory / name).unlink(missing_ok=True)
     if (directory / store_format.METADATA_NAME).exists():
         allocation.sync_directory(directory)  # else a power cut could bring the rest back without its mark

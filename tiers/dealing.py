@@ -36,6 +36,8 @@ class MeasuredDirectory:
     """Absolute."""
     read_bytes_per_second: float
     write_bytes_per_second: float
+    probed_bytes: int = 0
+    """What the measurement wrote, and read back twice."""
 
     @property
     def weight(self) -> float:
@@ -75,6 +77,7 @@ def measure(
                 directory=directory,
                 read_bytes_per_second=speed.read_bytes_per_second,
                 write_bytes_per_second=speed.write_bytes_per_second,
+                probed_bytes=speed.probed_bytes,
             )
         )
     return tuple(found)

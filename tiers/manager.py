@@ -386,6 +386,11 @@ class Manager:
         with self._lock:
             return self._state(item, self._records.get(item))
 
+    def resident_bytes(self) -> dict[Tier, int]:
+        """Bytes of items per tier now, as in :meth:`statistics`; cheap enough to be asked after every op."""
+        with self._lock:
+            return dict(self._held)
+
     def table(self) -> tuple[Residency, ...]:
         """Every item that is in a buffer or in scratch; weights and states that are not listed are on NVMe alone."""
         with self._lock:

@@ -14,6 +14,7 @@ from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.wear import BudgetEnd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,8 @@ class RunStart:
     """Rows that it could take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
+    wear: tuple[str, ...] = ()
+    """What the run will do to the drive, and what would lower it: a line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +136,10 @@ class RunEnd:
     budget_bytes: int
     commits: CommitTotals
     """This call's."""
+    wear: str = ""
+    """What was written to the drive, and what that means for its life: one line; empty if there is nothing to say."""
+    budget_end: BudgetEnd | None = None
+    """Why the run stopped early, if --write-budget was the reason."""
 
 
 class Reporter(Protocol):

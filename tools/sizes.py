@@ -39,3 +39,15 @@ def show_bytes(num_bytes: float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.2f} TiB"
+
+
+def show_decimal(num_bytes: float) -> str:
+    """``num_bytes`` in decimal units, as drives are sold and rated: three digits, at least one decimal below 10."""
+    amount = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(amount) < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    if unit == "B":
+        return f"{amount:.0f} B"
+    return f"{amount:,.{1 if abs(amount) < 99.95 and amount != round(amount) else 0}f} {unit}"
