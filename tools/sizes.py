@@ -42,7 +42,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_decimal(num_bytes: float) -> str:
-    """``num_bytes`` in decimal units, as drives are sold and rated: three digits, at least one decimal below 10."""
+    """``num_bytes`` in decimal units, as drives are sold and rated: with a decimal below 100, unless it is 0."""
     amount = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(amount) < 999.5 or unit == "TB":
@@ -50,4 +50,5 @@ def show_decimal(num_bytes: float) -> str:
         amount /= 1000
     if unit == "B":
         return f"{amount:.0f} B"
-    return f"{amount:,.{1 if abs(amount) < 99.95 and amount != round(amount) else 0}f} {unit}"
+    digits = 1 if abs(amount) < 99.95 else 0
+    return f"{amount:,.{digits}f}".removesuffix(".0") + f" {unit}"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -300,7 +301,7 @@ def test_commits_meanwhile_are_no_damage(tmp_path: Path, engine: IoEngine) -> No
 
 
 def test_json(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_status(store, STATUS)
+    write_status(store, STATUS, written_at=time.time())
     with held(store):
         result = hoist(capfd, "inspect", store, "--json")
     assert (result.code, result.err) == (0, "")
