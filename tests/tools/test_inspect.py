@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,8 +82,9 @@ def test_a_run_that_has_told_nothing_for_long(store: Path) -> None:
         assert found.condition is Condition.HANGING
         assert "holds the store and was last heard of 61 s ago, at " in found.message
         assert found.is_live
-        write_status(store, STATUS, interval_seconds=30.0)
-        assert look(store, 61).condition is Condition.RUNNING
+        for interval_seconds in (30.0, 0.0):  # 0: written when a program asks for it
+            write_status(store, STATUS, interval_seconds=interval_seconds)
+            assert look(store, 61).condition is Condition.RUNNING
 
 
 def test_a_run_that_died(store: Path) -> None:
@@ -350,3 +352,21 @@ def test_thousand_stages_are_looked_at_without_torch(tmp_path: Path) -> None:
 )
 def test_spans(seconds: float, text: str) -> None:
     assert show_span(seconds) == text
+
+
+def test_every_name_of_the_json_is_in_the_docs(
+    tmp_path: Path, engine: IoEngine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In backquotes; what the run tells is in docs/status.md, under its own test."""
+    with committed(tmp_path / "store", engine) as store:
+        take(store, "kept", engine=engine)
+        seen = [
+            json.loads(hoist(capfd, "inspect", tmp_path / "store", *more, "--json").out)
+            for more in ([], ["--tensor", "*"], ["--diff", "kept"])
+        ]
+    names = {name for document in seen for name in names_in(document) if name != "status"}
+    text = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    documented = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", quoted)}
+    assert not names - documented
+    assert {f"`{condition.value}`" for condition in Condition} <= set(re.findall(r"`\w+`", text))
+    assert len(names) > 50
