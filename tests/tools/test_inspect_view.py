@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -119,6 +121,20 @@ def test_a_thousand_stages_at_every_width(thousand: Inspection) -> None:
         text = "\n".join(shown)
         assert all(word in text for word in _ALWAYS), width
         assert any(line.startswith("▶ layer.499") for line in shown), width
+
+
+def test_a_thousand_stages_are_looked_at_without_torch(thousand: Inspection) -> None:
+    """Loading it takes longer than all the rest."""
+    code = (
+        "import sys\nfrom hoist.tools import cli\n"
+        f"code = cli.run(['inspect', {str(thousand.view.directory)!r}])\n"
+        "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))\nsys.exit(code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = ended.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert len(lines) < 40
+    assert any("embed … head (1000)" in line for line in lines)  # nobody holds it: all are alike
 
 
 def test_a_wide_terminal_shows_full_sizes(thousand: Inspection) -> None:
