@@ -103,6 +103,11 @@ class Collector:
         #: When the engine's counters were looked at, by time.monotonic(), and what they were.
         self._io_before: tuple[float, int, int] = (time.monotonic(), 0, 0)
 
+    @property
+    def last(self) -> StepMetrics | None:
+        """The last step's metrics; from any thread."""
+        return self._last
+
     def note_step(self, metrics: StepMetrics) -> None:
         """A step has ended."""
         self._num_noted += 1

@@ -47,6 +47,7 @@ from hoist.tools.rows import Rows
 from hoist.tools.sizes import show_decimal
 from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
+from hoist.tools.tensorboard_log import TensorboardLog
 from hoist.tools.text import ByteTokenizer, stdlib_sources
 from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lower, rate_drives, snapshot_bytes
 
@@ -81,10 +82,15 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
+            tensorboard = None
+            if options.tensorboard is not None:
+                tensorboard = TensorboardLog(Path(options.tensorboard), next_step=run.step + 1)
+                cleanup.enter_context(tensorboard)
             trace = None
             if options.trace is not None:
                 trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
-            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation, trace).run_to_end()
+            sinks = [sink for sink in (metrics_file, tensorboard) if sink is not None]
+            return _Loop(run, store, data, start, engine, stop, report, sinks, evaluation, trace).run_to_end()
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -284,7 +290,7 @@ class _Loop:
         engine: IoEngine,
         stop: Stop,
         report: Reporter,
-        metrics_file: MetricsFile | None,
+        sinks: Sequence[MetricsFile | TensorboardLog],
         evaluation: Evaluation | None,
         trace: Trace | None,
     ) -> None:
@@ -295,7 +301,7 @@ class _Loop:
         self._engine = engine
         self._stop = stop
         self._report = report
-        self._metrics_file = metrics_file
+        self._sinks = sinks
         self._evaluation = evaluation
         self._trace = trace
         self._totals = run.totals
@@ -340,6 +346,7 @@ class _Loop:
                 config=config,
                 baseline_bytes=run.baseline_bytes,
                 setup=setup,
+                wear=lambda: self._wear_now(config, counted),
                 trace=self._trace,
             ) as trainer,
             _explained(run, trainer),
@@ -361,8 +368,8 @@ class _Loop:
                     break
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
-                if self._metrics_file is not None:
-                    self._metrics_file.write(self._last)
+                for sink in self._sinks:
+                    sink.write(self._last)
                 self._report.step(self._last, self._start)
                 snapshots.after_step(trainer)
                 self._evaluate(trainer)
@@ -370,10 +377,21 @@ class _Loop:
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
             if self._last is not None:
-                steps = self._step - self._totals.since_step
-                seconds = self._totals.seconds / steps if steps else None
-                self._wear = behind(_judged(run, self._store, config, counted, seconds, self._step))
+                self._wear = behind(self._judged(config, counted))
         return suggestive
+
+    def _judged(self, config: TrainerConfig, counted: Writes) -> Wear:
+        """What the run does to the drive, at the speed of all its steps so far."""
+        step = self._run.step if self._last is None else self._last.step
+        steps = step - self._totals.since_step
+        seconds = self._totals.seconds / steps if steps > 0 and self._totals.seconds > 0.0 else None
+        return _judged(self._run, self._store, config, counted, seconds, step)
+
+    def _wear_now(self, config: TrainerConfig, counted: Writes) -> Mapping[str, Any]:
+        """For the status document, about once a second: so the store's own count is kept as often."""
+        if self._store.wear is not None:
+            self._store.wear.save()
+        return self._judged(config, counted).to_json()
 
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluate, if that is due after this step; a signal ends it."""
@@ -386,8 +404,8 @@ class _Loop:
             )
         else:
             trainer.log(found.to_json())
-            if self._metrics_file is not None:
-                self._metrics_file.write(found)
+            for sink in self._sinks:
+                sink.write(found)
             self._report.evaluation(found)
 
     def _pick_delay(self, times: StepTimes, config: TrainerConfig) -> tuple[TrainerConfig, Setup]:

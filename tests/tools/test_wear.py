@@ -18,7 +18,7 @@ from tests.support.commands import SEQ_LEN, Job, curve, hoist, make_job
 from tests.support.models import VOCAB_SIZE
 from tests.support.reporters import Recorder
 
-NUM_STEPS = 9
+NUM_STEPS = 7
 TB = 10**12
 
 
@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "snapshots": {"residency": 0, "snapshot_every": 2, "keep_snapshots": 1},
 }
 #: Some of them on every run of the tests; and those that must stop early.
-IN_EVERY_RUN = ("everything on NVMe", "made again", "snapshots")
+IN_EVERY_RUN = ("made again", "snapshots")
 STOPS = ("everything on NVMe", "delayed", "made again", "snapshots")
 
 
