@@ -77,8 +77,8 @@ AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset(
     {
-        "store", "metrics", "tensorboard", "trace", "fresh", "io", "verify", "max_chunk_elements", "given",
-        "tbw",  # the store's ledger keeps it
+        "store", "metrics", "tensorboard", "trace", "fresh", "io", "verify", "max_chunk_elements", "dry_run", "given",
+        "tbw",  # the ledger keeps it
     }
 )
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
@@ -201,6 +201,8 @@ class TrainOptions:
     """Bytes that a drive is rated for in its life: one for each of the store's drives, or one per drive. 0: forget."""
     write_budget: str = "0"
     """Most bytes ever written to the store's drives, over all calls; the run stops before it. 0: no limit."""
+    dry_run: bool = False
+    """Tell what the run would take, and stop before anything is made."""
     fresh: bool = False
     """Start over in an existing store."""
     given: frozenset[str] = field(default=frozenset(), repr=False)

@@ -67,6 +67,8 @@ class Prepared:
     weights: Source
     """Of a new store."""
     baseline_bytes: int
+    num_slots: int
+    """Of each chunk, in the store that is there or will be."""
 
     @property
     def step(self) -> int:
@@ -88,13 +90,14 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
     with named("--store", directory, *further):
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
-            check_metrics_path(Path(options.metrics))
+            check_metrics_path(Path(options.metrics), store=directory)
         if options.tensorboard is not None:
             check_tensorboard(Path(options.tensorboard))
         if options.trace is not None:
             check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
         layouts: tuple[StageLayout, ...] = ()
+        num_slots = 0
         if resume:
             # Read-only, so that whatever is refused later leaves the store as it was.
             with Store.open(directory, engine=engine, writable=False) as store:
@@ -160,6 +163,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         adapter=adapter,
         weights=weights if adapter is None else with_adapters(weights, options.seed),
         baseline_bytes=baseline_bytes,
+        num_slots=num_slots if resume else setup.num_slots,
     )
 
 

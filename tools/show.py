@@ -15,7 +15,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hoist.scheduler.memory import STATE_BYTES, promised_bytes
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.forecast import Forecast
 from hoist.tools.invoked import command_name
+from hoist.tools.preflight_view import render
 from hoist.tools.report import RunEnd, RunStart
 from hoist.tools.sizes import show_bytes, show_decimal
 from hoist.tools.wear import BudgetEnd
@@ -125,6 +127,12 @@ class Display:
             self._field("" if number else "wear", line)
         self._line("")
 
+    def forecast(self, forecast: Forecast) -> None:
+        """What the run is expected to take."""
+        self._stop_bar()
+        render(forecast, self._console)
+        self._line("")
+
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         """A step: one row, on a terminal each, in a log every few seconds."""
         self._stop_bar()
@@ -205,6 +213,13 @@ class Display:
             )
         if end.wear:
             self._field("wear", end.wear)
+        if end.predicted_seconds and end.measured_seconds:
+            error = end.predicted_seconds / end.measured_seconds - 1.0
+            self._field(
+                "step",
+                f"predicted {end.predicted_seconds:.3g} s, measured median {end.measured_seconds:.3g} s, "
+                f"error {error:+.0%}",
+            )
         commits = "1 commit" if end.commits.num_commits == 1 else f"{end.commits.num_commits} commits"
         self._field(
             "commits",

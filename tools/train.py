@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,8 @@ from hoist.tools import data as token_data
 from hoist.tools.drives import shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
+from hoist.tools.forecast import Forecast
+from hoist.tools.forecasting import make_forecast
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile
 from hoist.tools.model_files import save_model_files, store_attributes
@@ -55,6 +58,8 @@ from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lowe
 CACHE_SUFFIX = ".tokens"
 #: Steps after which a delay is picked: the first reads what others need not, the next two are like them.
 MEASURED_STEPS = 3
+#: Steps of a trainer that are not like the others: its first, and one that overlaps with that.
+UNSTEADY_STEPS = 2
 #: A vocabulary beyond this was made for a tokenizer: bytes would leave nearly all of it unused.
 _MANY_IDS = 1024
 
@@ -71,6 +76,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
+            forecast = None if rows is None else make_forecast(run, engine, report, stop)
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
@@ -79,6 +85,8 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             evaluation = _evaluation(run, rows, validation, data)
             start = _start(run, engine, rows, data, store, evaluation)
             report.plan(start)
+            if forecast is not None:
+                report.forecast(forecast)
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
@@ -90,7 +98,28 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             if options.trace is not None:
                 trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
             sinks = [sink for sink in (metrics_file, tensorboard) if sink is not None]
-            return _Loop(run, store, data, start, engine, stop, report, sinks, evaluation, trace).run_to_end()
+            loop = _Loop(
+                run, store, data, start, engine, stop, report, sinks, evaluation, trace=trace, forecast=forecast
+            )
+            return loop.run_to_end()
+
+
+def preview(options: TrainOptions, report: Reporter) -> Forecast:
+    """What :func:`train` would take. Refuses what that refuses, with nothing created or changed.
+
+    The data is read as for training, since it can be refused; what that puts into the cache is removed again.
+    """
+    with Stop() as stop, open_engine(options.io) as engine:
+        run = prepare_run(options, engine, report, stop)
+        rows = _data(run, report, stop)
+        made = [rows]
+        try:
+            made.append(None if rows is None else _validation_data(run, rows, report, stop))
+            return make_forecast(run, engine, report, stop)
+        finally:
+            for each in made:
+                if each is not None and each.source.made is not None:
+                    each.source.made.remove()
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -292,9 +321,14 @@ class _Loop:
         report: Reporter,
         sinks: Sequence[MetricsFile | TensorboardLog],
         evaluation: Evaluation | None,
+        *,
         trace: Trace | None,
+        forecast: Forecast | None,
     ) -> None:
         self._run = run
+        self._forecast = forecast
+        #: Seconds of the steps that a trainer made, but for its first ones.
+        self._seconds: list[float] = []
         self._store = store
         self._data = data
         self._start = start
@@ -318,7 +352,10 @@ class _Loop:
         config, setup = options.trainer_config(), self._run.setup
         times = self._train(config, setup, measure=options.delay == AUTO and not config.delay_in_force)
         if times is not None:
-            self._train(*self._pick_delay(times, config))
+            config, setup = self._pick_delay(times, config)
+            if self._forecast is not None:
+                self._forecast = self._forecast.of(setup, config)
+            self._train(config, setup)
         return _end(
             self._run,
             self._stop,
@@ -329,7 +366,14 @@ class _Loop:
             commits=self._commits,
             wear=self._wear,
             budget_end=self._budget_end,
+            predicted_seconds=self._predicted_seconds,
+            measured_seconds=statistics.median(self._seconds) if self._seconds else None,
         )
+
+    @property
+    def _predicted_seconds(self) -> float | None:
+        prediction = None if self._forecast is None else self._forecast.prediction
+        return None if prediction is None else prediction.seconds
 
     def _train(self, config: TrainerConfig, setup: Setup, *, measure: bool = False) -> StepTimes | None:
         """All steps that are left, then a commit. With ``measure``, where the first few suggest a delay, the commit
@@ -338,6 +382,9 @@ class _Loop:
         run, suggestive = self._run, None
         counted = writes.count(setup, config, self._store.record)  # plans are long: not beside the trainer's own
         budget = _write_budget(run, self._store, config, setup, counted, self._evaluation)
+        first_steady = run.step + UNSTEADY_STEPS if self._last is None else self._last.step + UNSTEADY_STEPS
+        prediction = None if self._forecast is None else self._forecast.prediction
+        self._seconds.clear()
         with (
             Trainer(
                 model=run.model,
@@ -348,6 +395,7 @@ class _Loop:
                 setup=setup,
                 wear=lambda: self._wear_now(config, counted),
                 trace=self._trace,
+                prediction=None if prediction is None else prediction.to_json(),
             ) as trainer,
             _explained(run, trainer),
             AutomaticSnapshots(
@@ -368,6 +416,8 @@ class _Loop:
                     break
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
+                if self._last.step > first_steady:
+                    self._seconds.append(self._last.seconds)
                 for sink in self._sinks:
                     sink.write(self._last)
                 self._report.step(self._last, self._start)
@@ -581,6 +631,8 @@ def _end(
     commits: CommitTotals | None = None,
     wear: str = "",
     budget_end: BudgetEnd | None = None,
+    predicted_seconds: float | None = None,
+    measured_seconds: float | None = None,
 ) -> RunEnd:
     return RunEnd(
         store=run.options.main_store,
@@ -596,5 +648,7 @@ def _end(
         commits=commits or CommitTotals(),
         wear=wear,
         budget_end=budget_end,
+        predicted_seconds=predicted_seconds,
+        measured_seconds=measured_seconds,
         budget_bytes=run.options.host_memory_bytes(),
     )

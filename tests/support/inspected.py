@@ -141,6 +141,6 @@ def status_of(layouts: Sequence[StageLayout], *, store_id: str = STORE_ID, stage
 
 
 def write_status(directory: Path, status: RunStatus, **changes: object) -> None:
-    """Put a document into a store, written now, with some fields changed."""
-    changed = replace(status, **{"written_at": time.time(), **changes})  # type: ignore[arg-type]  # any of its fields
+    """Put a document into a store, with some fields changed."""
+    changed = replace(status, **changes)  # type: ignore[arg-type]  # any of its fields
     (directory / store_format.STATUS_NAME).write_bytes(json.dumps(changed.to_json()).encode())
