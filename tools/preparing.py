@@ -149,7 +149,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                     checking = checked("checking the weights", report, stop)
                     check_weights(source.checkpoint, model, engine, progress=checking)
         probed = sum(one.probed_bytes for one in measured)
-        check_write_budget(options, directory, found, setup, further_bytes=probed + small_bytes(source))
+        check_write_budget(options, directory, found, setup, engine, further_bytes=probed + small_bytes(source))
         stop.check()
     return Prepared(
         options=options,

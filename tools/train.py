@@ -52,7 +52,17 @@ from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
 from hoist.tools.tensorboard_log import TensorboardLog
 from hoist.tools.text import ByteTokenizer, stdlib_sources
-from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lower, rate_drives, snapshot_bytes
+from hoist.tools.wear import (
+    BudgetEnd,
+    WriteBudget,
+    ahead,
+    behind,
+    count_measuring,
+    judged,
+    lower,
+    rate_drives,
+    snapshot_bytes,
+)
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
@@ -76,14 +86,19 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
+            before = engine.statistics()
             forecast = None if rows is None else make_forecast(run, engine, report, stop)
+            measured = engine.statistics()
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
+            count_measuring(store, before, measured)
             rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
-            start = _start(run, engine, rows, data, store, evaluation)
+            prediction = None if forecast is None else forecast.prediction
+            predicted_seconds = None if prediction is None else prediction.seconds
+            start = _start(run, engine, rows, data, store, evaluation, predicted_seconds)
             report.plan(start)
             if forecast is not None:
                 report.forecast(forecast)
@@ -529,6 +544,7 @@ def _start(
     data: token_data.StepData,
     store: Store,
     evaluation: Evaluation | None,
+    predicted_seconds: float | None,
 ) -> RunStart:
     options = run.options
     assert store.record is not None
@@ -555,15 +571,17 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
-        wear=_wear_ahead(run, store),
+        wear=_wear_ahead(run, store, predicted_seconds),
     )
 
 
-def _wear_ahead(run: Prepared, store: Store) -> tuple[str, ...]:
-    """What the run will do to the drive: at the speed that it had so far, if it goes on."""
+def _wear_ahead(run: Prepared, store: Store, predicted_seconds: float | None) -> tuple[str, ...]:
+    """What the run will do to the drive: at the speed that is predicted, or else that it had so far, if it goes on."""
     config, totals = run.options.trainer_config(), run.totals
     steps_done = run.step - totals.since_step
-    seconds = totals.seconds / steps_done if steps_done > 0 and totals.seconds > 0.0 else None
+    seconds = predicted_seconds
+    if seconds is None and steps_done > 0 and totals.seconds > 0.0:
+        seconds = totals.seconds / steps_done
     counted = writes.count(run.setup, config, store.record)
     lines = [ahead(_judged(run, store, config, counted, seconds, run.step), run.options.steps - run.step)]
     budget = run.options.write_budget_bytes()
