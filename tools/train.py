@@ -58,6 +58,7 @@ from hoist.tools.wear import (
     ahead,
     behind,
     count_measuring,
+    foreseen,
     judged,
     lower,
     rate_drives,
@@ -130,7 +131,11 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
         made = [rows]
         try:
             made.append(None if rows is None else _validation_data(run, rows, report, stop))
-            return make_forecast(run, engine, report, stop)
+            forecast = make_forecast(run, engine, report, stop)
+            seconds = None if forecast.prediction is None else forecast.prediction.seconds
+            options = run.options
+            report.notice(foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds))
+            return forecast
         finally:
             for each in made:
                 if each is not None and each.source.made is not None:

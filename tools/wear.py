@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hoist.scheduler import endurance, writes
@@ -24,7 +24,7 @@ from hoist.tiers import drive_health, drives
 from hoist.tiers.format import COMMIT_NAME, CRC_DIRECTORY, WEAR_NAME, CommitRecord
 from hoist.tiers.io.base import IoEngine, IoStatistics
 from hoist.tiers.store import Store
-from hoist.tiers.wear import WearLedger, read_wear
+from hoist.tiers.wear import DirectoryWear, WearLedger, WearRecord, read_wear
 from hoist.tools.options import TrainOptions
 from hoist.tools.sizes import show_decimal
 
@@ -160,6 +160,38 @@ def judged(
         steps_left=steps_left,
         write_budget_bytes=write_budget_bytes,
     )
+
+
+def foreseen(
+    options: TrainOptions,
+    directory: Path,
+    found: CommitRecord | None,
+    setup: Setup,
+    *,
+    predicted_seconds: float | None,
+) -> str:
+    """:func:`ahead` of a run that is not begun, from what the store counts, if it is there. Changes nothing."""
+    try:
+        record = read_wear(directory)
+    except (OSError, ValueError):
+        record = None
+    if record is None or not any(each.in_use for each in record.directories):
+        places = [DirectoryWear(directory=str(Path(place).absolute())) for place in options.store]
+        record = WearRecord(directories=tuple(places))
+    told = options.tbw_bytes()
+    if told:
+        rated = [
+            replace(each, tbw_bytes=told[min(number, len(told) - 1)] or None, tbw_source=_FROM_OPTION)
+            for number, each in enumerate(record.directories)
+        ]
+        record = replace(record, directories=tuple(rated))
+    config = options.trainer_config()
+    steps = max(0, options.steps - (0 if found is None else found.step))
+    bytes_per_step = writes.count(setup, config, found).per_step(config, predicted_seconds)
+    wear = endurance.judge(
+        record, bytes_per_step=bytes_per_step, seconds_per_step=predicted_seconds, steps_left=steps
+    )
+    return ahead(wear, steps)
 
 
 def ahead(wear: Wear, steps: int) -> str:
