@@ -44,14 +44,14 @@ Progress = Callable[[str, int, int], None]
 #: Seconds that one pass of a stage, forward and backward, may take; a longer one is timed on fewer tokens.
 PASS_SECONDS = 0.6
 #: Passes of each kind of stage: so many, or as many as fit in this time.
-MOST_PASSES = 5
+MOST_PASSES = 4
 PASSES_SECONDS = 0.6
 #: Longer passes need no pass before them to warm up: the first one of few tokens was.
 SHORT_SECONDS = 0.1
 #: For so long two lanes are let work at once.
 BESIDE_SECONDS = 0.4
 #: An update is timed so often.
-_UPDATES = 8
+_UPDATES = 5
 #: Rows and tokens of the first pass, which warms up and says how many the next may have.
 _FIRST_SHAPE = (2, 32)
 _SEED = 20_240_229
@@ -177,13 +177,14 @@ class _Timing:
         vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         for name in ("input_ids", "labels"):
             largest[name] = torch.randint(0, vocab_size, (rows, tokens), generator=self._generator)
-        sizes = {(min(rows, _FIRST_SHAPE[0]), max(2, min(tokens, _FIRST_SHAPE[1]))), (1, tokens), (rows, tokens)}
+        few = min(rows, _FIRST_SHAPE[0]), min(tokens, _FIRST_SHAPE[1])
+        sizes = {(rows, tokens), (1, tokens)}
         part = 2 * _FIRST_SHAPE[1]
         while part < tokens:
             sizes.add((1, part))
             part *= 2
-        few, *others = sorted(sizes, key=lambda size: size[0] * size[1])
-        return largest, [few, *others]
+        more = sorted((size for size in sizes if math.prod(size) > math.prod(few)), key=math.prod)
+        return largest, [few, *more]
 
     def _shape(self, size: tuple[int, int]) -> _Shape:
         """Made when it is first needed: the embed stage runs once, on real memory."""
@@ -351,7 +352,7 @@ class _Timing:
                 began = time.perf_counter()
                 num_passes = 0
                 while num_passes < 2 or (
-                    time.perf_counter() - began < BESIDE_SECONDS and (num_passes < 8 or other.count < 8)
+                    time.perf_counter() - began < BESIDE_SECONDS and (num_passes < 5 or other.count < 5)
                 ):
                     compute()
                     num_passes += 1

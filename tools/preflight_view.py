@@ -69,7 +69,8 @@ def _tiers(forecast: Forecast) -> list[str]:
     for name, tier in (("device", forecast.device), ("host", forecast.host), ("nvme", forecast.nvme)):
         if tier:
             rows.append([name, *(show_bytes(tier.get(kind, 0)) for kind in KINDS), show_bytes(sum(tier.values()))])
-    found = [f"{row[0]:<{_LABEL_WIDTH}}" + "".join(f"{cell:>11} " for cell in row[1:]).rstrip() for row in rows]
+    # Six columns of 12 and a name make 80.
+    found = [f"{row[0]:<8}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
     found.append(
         f"{'':<{_LABEL_WIDTH}}host is within the budget of {show_bytes(forecast.host_budget_bytes)}"
         + ("" if forecast.device else "; the CPU computes: no device memory")

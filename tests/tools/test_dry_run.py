@@ -1,0 +1,138 @@
+"""`hoist train --dry-run`: what it tells, that it makes nothing, and that it refuses what a run refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hoist.tools.forecast import Forecast
+from hoist.tools.preflight_view import lines
+from hoist.tools.train import preview, train
+from tests.support.commands import Job, hoist, make_job, read_metrics, tree
+from tests.support.reporters import Recorder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job's folder with a store at step 3, whose steps were predicted."""
+    job = make_job(tmp_path_factory.mktemp("job"))
+    recorder = Recorder()
+    end = train(replace(job.options(), metrics=str(job.folder / "metrics.jsonl")), recorder)
+    (forecast,) = recorder.forecasts
+    assert forecast.prediction is not None
+    assert end.predicted_seconds == forecast.prediction.seconds
+    assert end.measured_seconds == recorder.steps[-1].seconds  # of three steps, the first two are unlike the others
+    told = {line.get("predicted_seconds") for line in read_metrics(job.folder / "metrics.jsonl")}
+    assert told == {forecast.prediction.seconds}
+    return job.folder
+
+
+def times(root: Path) -> dict[str, int]:
+    """When each file below a directory was last changed, in nanoseconds."""
+    return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_new_store_is_not_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path)
+    before = tree(tmp_path)
+    told = hoist(capfd, *job.arguments("--dry-run", store=tmp_path / "not" / "there", steps=50))
+    assert told.code == 2  # its parent is missing, which a run refuses too
+    told = hoist(capfd, *job.arguments("--dry-run", steps=50))
+    assert (told.code, told.err) == (0, "")
+    assert "predicted, bound by" in told.out
+    assert "50 steps in" in told.out
+    assert tree(tmp_path) == before
+
+
+def test_text_leaves_no_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play. " * 200)
+    before = tree(tmp_path)
+    assert hoist(capfd, *job.arguments("--dry-run", data=text)).code == 0
+    assert tree(tmp_path) == before
+
+
+def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path)
+    told = hoist(capfd, *job.arguments("--dry-run", "--json", steps=7))
+    assert told.code == 0, told.err
+    document = json.loads(told.out)
+    prediction = document["prediction"]
+    assert document["steps_left"] == 7
+    assert document["run_seconds"] == pytest.approx(7 * prediction["seconds"])
+    assert sum(document["host"].values()) <= document["host_budget_bytes"]
+    (drive,) = document["drives"]
+    assert drive["need_bytes"] >= document["nvme"]["weights"] + document["nvme"]["moments"]
+    assert drive["free_bytes"] > drive["need_bytes"]
+
+
+def test_an_existing_store_stays_as_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job.at(folder)
+    before, changed_at = tree(folder), times(job.store)
+    told = hoist(capfd, "train", "--store", job.store, "--steps", 10, "--dry-run", "--json")
+    assert told.code == 0, told.err
+    document = json.loads(told.out)
+    assert document["steps_left"] == 7
+    assert document["drives"][0]["need_bytes"] < document["nvme"]["weights"]  # the store is there already
+    assert (tree(folder), times(job.store)) == (before, changed_at)
+
+
+def test_a_finished_run_can_be_looked_at(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = hoist(capfd, "train", "--store", Job.at(folder).store, "--dry-run", "--json")
+    assert json.loads(told.out)["steps_left"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"host_memory": "1MiB"},
+        {"seq_len": 100_000},
+        {"delay": "often"},
+        {"data": "nowhere.npy"},
+        {"model": "nothing"},
+        {"metrics": "not/there/metrics.jsonl"},
+    ],
+    ids=str,
+)
+def test_refusals_are_those_of_a_run(
+    arguments: dict[str, object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path)
+    before = tree(tmp_path)
+    told = hoist(capfd, *job.arguments("--dry-run", **arguments)).refusal()
+    assert told == hoist(capfd, *job.arguments(**arguments)).refusal()
+    assert tree(tmp_path) == before
+
+
+def test_json_without_a_dry_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job.at(tmp_path)
+    assert hoist(capfd, *job.arguments("--json")).refusal().startswith("--json: goes with --dry-run")
+
+
+def test_a_dry_run_is_not_remembered(folder: Path) -> None:
+    job = Job.at(folder)
+    options = replace(job.options(), dry_run=True)
+    assert "dry_run" not in options.remembered()
+
+
+def forecast(folder: Path) -> Forecast:
+    return preview(Job.at(folder).options(store=folder / "other"), Recorder())
+
+
+def test_the_view_fits_80_columns(folder: Path) -> None:
+    found = forecast(folder)
+    shown = lines(found, 80)
+    assert max(map(len, shown)) <= 80, shown
+    assert found.prediction is not None
+    wordy = replace(found, prediction=replace(found.prediction, advice="--micro-batches 40 (now 2) " * 6))
+    assert max(map(len, lines(wordy, 80))) <= 80
+    assert [line for line in lines(wordy, 0) if line.startswith("faster   --micro-batches 40")]
+
+
+def test_the_view_says_why_nothing_is_predicted(folder: Path) -> None:
+    found = replace(forecast(folder), prediction=None, measured=None, why_not="there: cannot make a file there")
+    assert lines(found, 0)[-1].endswith("could not be measured: there: cannot make a file there")
