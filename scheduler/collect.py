@@ -106,6 +106,11 @@ class Collector:
         moved = engine.statistics()
         self._io_before = (time.monotonic(), moved.read_bytes, moved.written_bytes)
 
+    @property
+    def last(self) -> StepMetrics | None:
+        """The last step's metrics; from any thread."""
+        return self._last
+
     def note_step(self, metrics: StepMetrics) -> None:
         """A step has ended."""
         self._num_noted += 1

@@ -23,6 +23,7 @@ from hoist.scheduler.batches import Batch
 from hoist.scheduler.collect import Collector
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
+from hoist.scheduler.endurance import judge
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
@@ -222,7 +223,7 @@ class Trainer:
             interval_seconds=config.status_seconds,
             step=lambda: self._position.step,
             prediction=prediction,
-            wear=wear,
+            wear=self._wear if wear is None else wear,
         )
         self._closed = False
         #: Held by the thread that is in the trainer.
@@ -236,6 +237,19 @@ class Trainer:
             metrics=self._metrics_log,
         )
         self._publisher.publish_soon()
+
+    def _wear(self) -> Mapping[str, Any] | None:
+        """What the drive has suffered, by what the last step wrote; and the store's own count is brought up to date."""
+        ledger, last = self._store.wear, self._collector.last
+        if ledger is None:
+            return None
+        ledger.save()
+        return judge(
+            ledger.record(),
+            bytes_per_step=0.0 if last is None else last.nvme_written_bytes,
+            seconds_per_step=None if last is None else last.seconds,
+            steps_left=max(0, self.config.schedule.num_steps - self._position.step),
+        ).to_json()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there
 
