@@ -31,7 +31,7 @@ def from_toml(tmp_path: Path, text: str, **command_line: Any) -> TrainOptions:
 
 
 def test_the_command_line_has_every_option_and_no_other() -> None:
-    assert set(inspect.signature(train.train).parameters) == {spec.name for spec in FIELDS} | {"config"}
+    assert set(inspect.signature(train.train).parameters) == {spec.name for spec in FIELDS} | {"config", "as_json"}
 
 
 def test_text_of_the_command_line_becomes_numbers() -> None:
