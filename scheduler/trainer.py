@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from hoist.scheduler.annotate import Annotated, OpNames
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.collect import Collector
 from hoist.scheduler.config import TrainerConfig
@@ -35,6 +36,9 @@ from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
+from hoist.scheduler.timeline import Recorder
+from hoist.scheduler.trace import Trace
+from hoist.scheduler.traced import Traced
 from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers import heap
 from hoist.tiers.errors import StoreRefusedError
@@ -114,8 +118,10 @@ class Trainer:
         setup: Setup | None = None,
         prediction: Mapping[str, Any] | None = None,
         wear: Callable[[], Mapping[str, Any] | None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
+        ``trace`` notes what every op does; it stays open.
 
         ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
         document has them as they are. Metrics tell the prediction's ``seconds``.
@@ -131,7 +137,7 @@ class Trainer:
         self.config = config
         self._model = model
         self._store = store
-        self._engine = engine
+        self._engine = store.counted(engine)
         self._setup = setup or prepare(model, store.layouts, config)
         self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
         self._places = self._setup.places()
@@ -140,7 +146,7 @@ class Trainer:
         self._runtime = self.runtime_kind(
             model=model,
             store=store,
-            engine=engine,
+            engine=self._engine,
             places=self._places,
             manager=self._manager,
             buffers=self._setup.buffers(),
@@ -159,7 +165,15 @@ class Trainer:
             self._runtime.release()
             self._places.close()
             raise
-        self._executor = Executor(self._runtime)
+        names = OpNames([stage.name for stage in store.layouts], self._runtime.pieces)
+        annotated = Annotated(self._runtime, names)
+        #: Notes what is executed; None without a trace.
+        self._traced = None
+        if trace is not None:
+            self._traced = Traced(
+                trace, annotated, names=names, io_bytes=self._runtime.io_bytes, manager=self._manager
+            )
+        self._executor = Executor(self._traced or annotated)
         #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
         self._plans: dict[tuple[int, bool], LinkedPlan] = {}
         #: Updates of the last step are delayed into the next one.
@@ -186,6 +200,14 @@ class Trainer:
         #: Bytes that need not be read and written, up to the last step's end.
         self._saved_bytes = (0, 0)
         self._metrics_log = MetricsLog(store.directory / METRICS_NAME)
+        #: The last step's timeline; None if nobody is to be told.
+        self._recorder = Recorder(self._manager) if config.status_seconds else None
+        whereabouts = Whereabouts(
+            store.layouts,
+            self._runtime.pieces,
+            self._setup.memory.kept.weights,
+            dict.fromkeys(ItemKind, Tier.HOST),
+        )
         self._collector = Collector(
             store=store,
             engine=engine,
@@ -193,12 +215,7 @@ class Trainer:
             executor=self._executor,
             sampler=self._sampler,
             memory=self._setup.memory,
-            whereabouts=Whereabouts(
-                store.layouts,
-                self._runtime.pieces,
-                self._setup.memory.kept.weights,
-                dict.fromkeys(ItemKind, Tier.HOST),
-            ),
+            whereabouts=whereabouts,
             budget_bytes=config.host_memory_bytes,
             scratch_bytes=self._setup.scratch_bytes,
             num_steps=config.schedule.num_steps,
@@ -214,6 +231,8 @@ class Trainer:
             store.directory,
             interval_seconds=config.status_seconds,
             status=self._collector.status,
+            timeline=lambda: None if self._recorder is None else self._recorder.last,
+            whereabouts=whereabouts,
             metrics=self._metrics_log,
         )
         self._publisher.publish_soon()
@@ -304,7 +323,7 @@ class Trainer:
         and to a second thread; TransferError when a drive fails; whatever the model raises. After the latter two, only
         :meth:`close` may be called.
         """
-        with self._turn():
+        with self._turn(), self._noted(f"step {self._position.step + 1}") as notes:
             started = time.perf_counter()
             num_items = self._check(micro_batches)
             step = self._position.step + 1
@@ -316,7 +335,9 @@ class Trainer:
                     "run needs a schedule with more num_steps"
                 )
             lr = self.config.schedule.at(step) if lr is None else float(lr)
-            return self._step(step, micro_batches, num_items, lr, started, run)
+            metrics = self._step(step, micro_batches, num_items, lr, started, run)
+            notes.update(loss=metrics.loss, tokens=metrics.tokens)
+            return metrics
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> EvalMetrics:
         """The loss of 1 to ``num_micro_batches`` micro-batches under the weights after the last step.
@@ -325,7 +346,7 @@ class Trainer:
         not by a bit. First finishes the updates of the last step, as :meth:`wait` does. Micro-batches are as in
         :meth:`step`. Raises as that does.
         """
-        with self._turn():
+        with self._turn(), self._noted(f"evaluation after step {self._position.step}") as notes:
             started = time.perf_counter()
             num_items = self._check(micro_batches)
             self._finish_updates()
@@ -346,7 +367,7 @@ class Trainer:
                 self._publisher.publish_soon()
             try:
                 with evaluating(self._model.model), private_rng():
-                    self._executor.run(plan, step)
+                    self._execute(plan, step)
                     self._executor.drain()
             finally:
                 self._runtime.end(step)
@@ -358,7 +379,7 @@ class Trainer:
             self._saved_bytes = (
                 self._saved_bytes[0] + saved_now[0] - saved[0], self._saved_bytes[1] + saved_now[1] - saved[1]
             )
-            return EvalMetrics(
+            found = EvalMetrics(
                 loss=float(torch.stack(state.losses).sum()),
                 counted=num_items,
                 tokens=sum(map(self._model.batches.num_tokens, micro_batches)),
@@ -366,6 +387,8 @@ class Trainer:
                 nvme_read_bytes=now.read_bytes - moved.read_bytes,
                 nvme_written_bytes=now.written_bytes - moved.written_bytes,
             )
+            notes.update(loss=found.loss, tokens=found.tokens)
+            return found
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -385,6 +408,17 @@ class Trainer:
         finally:
             self._entered.release()
 
+    def _noted(self, name: str, *, whole: bool = True) -> AbstractContextManager[dict[str, object]]:
+        """What the caller waits for, or a part of it, is in a trace, if there is one, with what the dictionary gets."""
+        if self._traced is None:
+            return nullcontext({})
+        return self._traced.whole(name) if whole else self._traced.part(name)
+
+    def _execute(self, linked: LinkedPlan, step: int) -> list[Span]:
+        if self._traced is not None:
+            self._traced.begin(linked, step)
+        return self._executor.run(linked, step)
+
     def _step(
         self,
         step: int,
@@ -402,17 +436,21 @@ class Trainer:
             commit_due=self._commit_is_due(step),
         )
         self._collector.evaluating = False
+        if self._recorder is not None:
+            self._recorder.begin()
         self._runtime.begin(state)
         self._last_state = state
         self._open_steps.append(step)
         with private_rng():
             self._last_plan = self._plan(len(micro_batches))
-            spans = self._executor.run(self._last_plan, step)
+            spans = self._execute(self._last_plan, step)
         self._cold = False
         self._pending = self._delays
         self._forget_finished()
         stopped = time.perf_counter()
         self._last_spans = spans
+        if self._recorder is not None:
+            self._recorder.end(step, started, stopped, spans, self._executor.unfinished())
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())
@@ -435,12 +473,12 @@ class Trainer:
 
     def wait(self) -> None:
         """Finish every update of the steps so far, delayed ones too (not yet committed). Raises what a lane raised."""
-        with self._turn():
+        with self._turn(), self._noted("finish updates"):
             self._finish_updates()
 
     def commit(self) -> None:
         """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
-        with self._turn():
+        with self._turn(), self._noted(f"finish updates and commit step {self._position.step}"):
             if self._last_state is not None:
                 self._last_state.commit_due = True
             self._finish_updates()
@@ -460,9 +498,10 @@ class Trainer:
         """Commit, unless that was done meanwhile."""
         record = self._store.record
         if record is None or record.step < position.step:
-            self._commits.add(
-                self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
-            )
+            with self._noted(f"commit of step {position.step}", whole=False) as notes:
+                done = self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
+                notes.update(generation=done.generation, flush_seconds=done.flush_seconds)
+            self._commits.add(done)
 
     def close(self) -> None:
         """Stop the lanes and free the memory. What was not committed is lost. Idempotent. Store and engine stay."""
@@ -535,7 +574,7 @@ class Trainer:
         keeps = last is not None and last.commit_due and self._keeps_states
         if self._pending or keeps:
             with private_rng():
-                self._executor.run(self._plan(0), self._position.step + 1)
+                self._execute(self._plan(0), self._position.step + 1)
             self._pending = False
         self._executor.drain()
 

@@ -20,6 +20,7 @@ from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
+from hoist.scheduler.trace_file import check_trace_path
 from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
@@ -42,6 +43,7 @@ from hoist.tools.presets import ModelSource, load_model_source
 from hoist.tools.report import Reporter, Totals
 from hoist.tools.snapshot import check_space_for_run
 from hoist.tools.stop import Stop
+from hoist.tools.wear import check_tbw, check_write_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +89,9 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
     with named("--store", directory, *further):
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
-            check_metrics_path(Path(options.metrics))
+            check_metrics_path(Path(options.metrics), store=directory)
+        if options.trace is not None:
+            check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
         layouts: tuple[StageLayout, ...] = ()
         num_slots = 0
@@ -117,6 +121,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
         baseline_bytes = warm_up()
         setup = prepare(model, layouts, options.trainer_config())
+        check_tbw(options, directory, found)
         weights = initialised(options.seed)
         if options.snapshot_every:
             _check_snapshot_space(directory, options, found, layouts, setup)
@@ -140,6 +145,8 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 if allocation.directory_state(directory) is DirectoryState.COMMITTED:  # --fresh: there is one to lose
                     checking = checked("checking the weights", report, stop)
                     check_weights(source.checkpoint, model, engine, progress=checking)
+        probed = sum(one.probed_bytes for one in measured)
+        check_write_budget(options, directory, found, setup, further_bytes=probed + small_bytes(source))
         stop.check()
     return Prepared(
         options=options,

@@ -15,6 +15,7 @@ from hoist.scheduler.setup import Setup
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.forecast import Forecast
+from hoist.tools.wear import BudgetEnd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,8 @@ class RunStart:
     """Rows that it could take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
+    wear: tuple[str, ...] = ()
+    """What the run will do to the drive, and what would lower it: a line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +137,10 @@ class RunEnd:
     budget_bytes: int
     commits: CommitTotals
     """This call's."""
+    wear: str = ""
+    """What was written to the drive, and what that means for its life: one line; empty if there is nothing to say."""
+    budget_end: BudgetEnd | None = None
+    """Why the run stopped early, if --write-budget was the reason."""
     predicted_seconds: float | None = None
     """What was predicted of a step; None if nothing was."""
     measured_seconds: float | None = None

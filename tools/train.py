@@ -18,13 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hoist.scheduler import writes
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.delay import SHARES, StepTimes, choose
+from hoist.scheduler.endurance import Wear
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
+from hoist.scheduler.writes import Writes
 from hoist.tiers import allocation
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.io.base import IoEngine
@@ -43,9 +47,11 @@ from hoist.tools.preparing import Prepared, checked, named, open_engine, prepare
 from hoist.tools.presets import PRESETS, ModelSource
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.rows import Rows
+from hoist.tools.sizes import show_decimal
 from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
 from hoist.tools.text import ByteTokenizer, stdlib_sources
+from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lower, rate_drives, snapshot_bytes
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
@@ -73,6 +79,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
+            rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
             start = _start(run, engine, rows, data, store, evaluation)
@@ -82,7 +89,13 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
-            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation, forecast).run_to_end()
+            trace = None
+            if options.trace is not None:
+                trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
+            loop = _Loop(
+                run, store, data, start, engine, stop, report, metrics_file, evaluation, trace=trace, forecast=forecast
+            )
+            return loop.run_to_end()
 
 
 def preview(options: TrainOptions, report: Reporter) -> Forecast:
@@ -302,7 +315,9 @@ class _Loop:
         report: Reporter,
         metrics_file: MetricsFile | None,
         evaluation: Evaluation | None,
-        forecast: Forecast | None = None,
+        *,
+        trace: Trace | None,
+        forecast: Forecast | None,
     ) -> None:
         self._run = run
         self._forecast = forecast
@@ -316,10 +331,13 @@ class _Loop:
         self._report = report
         self._metrics_file = metrics_file
         self._evaluation = evaluation
+        self._trace = trace
         self._totals = run.totals
         self._last: StepMetrics | None = None
         self._step = run.step
         self._commits = CommitTotals()
+        self._wear = ""
+        self._budget_end: BudgetEnd | None = None
 
     def run_to_end(self) -> RunEnd:
         """All steps that are left, or until a signal."""
@@ -340,6 +358,8 @@ class _Loop:
             seconds=time.perf_counter() - began,
             totals=self._totals.with_io(self._engine.statistics()),
             commits=self._commits,
+            wear=self._wear,
+            budget_end=self._budget_end,
             predicted_seconds=self._predicted_seconds,
             measured_seconds=statistics.median(self._seconds) if self._seconds else None,
         )
@@ -354,6 +374,8 @@ class _Loop:
         comes after them, and their times are returned: the other steps are still to be done.
         """
         run, suggestive = self._run, None
+        counted = writes.count(setup, config, self._store.record)  # plans are long: not beside the trainer's own
+        budget = _write_budget(run, self._store, config, setup, counted, self._evaluation)
         first_steady = run.step + UNSTEADY_STEPS if self._last is None else self._last.step + UNSTEADY_STEPS
         prediction = None if self._forecast is None else self._forecast.prediction
         self._seconds.clear()
@@ -365,6 +387,7 @@ class _Loop:
                 config=config,
                 baseline_bytes=run.baseline_bytes,
                 setup=setup,
+                trace=self._trace,
                 prediction=None if prediction is None else prediction.to_json(),
             ) as trainer,
             _explained(run, trainer),
@@ -381,6 +404,9 @@ class _Loop:
                         suggestive = times
                         break
                     self._tell_delay(0.0, times)  # and gradients in scratch would not make one better
+                if budget is not None and (ends := budget.stops(trainer)) is not None:
+                    self._budget_end = ends
+                    break
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
                 if self._last.step > first_steady:
@@ -393,6 +419,10 @@ class _Loop:
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
+            if self._last is not None:
+                steps = self._step - self._totals.since_step
+                seconds = self._totals.seconds / steps if steps else None
+                self._wear = behind(_judged(run, self._store, config, counted, seconds, self._step))
         return suggestive
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -507,6 +537,60 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
+        wear=_wear_ahead(run, store),
+    )
+
+
+def _wear_ahead(run: Prepared, store: Store) -> tuple[str, ...]:
+    """What the run will do to the drive: at the speed that it had so far, if it goes on."""
+    config, totals = run.options.trainer_config(), run.totals
+    steps_done = run.step - totals.since_step
+    seconds = totals.seconds / steps_done if steps_done > 0 and totals.seconds > 0.0 else None
+    counted = writes.count(run.setup, config, store.record)
+    lines = [ahead(_judged(run, store, config, counted, seconds, run.step), run.options.steps - run.step)]
+    budget = run.options.write_budget_bytes()
+    if budget is not None and store.wear is not None:
+        so_far = show_decimal(store.wear.written_bytes)
+        lines.append(f"--write-budget {show_decimal(budget)}, of which {so_far} are written so far")
+    less = lower(run.setup, config)
+    return (*lines, less) if less else tuple(lines)
+
+
+def _judged(
+    run: Prepared, store: Store, config: TrainerConfig, counted: Writes, seconds: float | None, step: int
+) -> Wear:
+    assert store.wear is not None
+    return judged(
+        store.wear,
+        counted,
+        config,
+        seconds_per_step=seconds,
+        steps_left=run.options.steps - step,
+        write_budget_bytes=run.options.write_budget_bytes(),
+    )
+
+
+def _write_budget(
+    run: Prepared, store: Store, config: TrainerConfig, setup: Setup, counted: Writes, evaluation: Evaluation | None
+) -> WriteBudget | None:
+    """What ``--write-budget`` allows; None without it."""
+    budget_bytes = run.options.write_budget_bytes()
+    if budget_bytes is None:
+        return None
+    assert store.wear is not None
+    each = 0 if evaluation is None else writes.evaluation_bytes(setup, config)
+    rows = config.micro_batch_size * config.num_micro_batches
+
+    def evaluation_bytes(step: int) -> int:
+        return 0 if evaluation is None or not evaluation.is_due(step) else -(-evaluation.num_rows // rows) * each
+
+    return WriteBudget(
+        budget_bytes=budget_bytes,
+        ledger=store.wear,
+        counted=counted,
+        snapshot_bytes=snapshot_bytes(store) if run.options.snapshot_every else 0,
+        snapshot_every=run.options.snapshot_every,
+        evaluation_bytes=evaluation_bytes,
     )
 
 
@@ -527,6 +611,8 @@ def _end(
     seconds: float = 0.0,
     totals: Totals | None = None,
     commits: CommitTotals | None = None,
+    wear: str = "",
+    budget_end: BudgetEnd | None = None,
     predicted_seconds: float | None = None,
     measured_seconds: float | None = None,
 ) -> RunEnd:
@@ -542,6 +628,8 @@ def _end(
         last=last,
         totals=run.totals if totals is None else totals,
         commits=commits or CommitTotals(),
+        wear=wear,
+        budget_end=budget_end,
         predicted_seconds=predicted_seconds,
         measured_seconds=measured_seconds,
         budget_bytes=run.options.host_memory_bytes(),

@@ -207,9 +207,34 @@ def train(
         str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
     ] = None,
+    tbw: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="What the store's drive is rated for in its life, like 600TB (TBW in its data sheet); with several "
+            "drives repeat it for each, in their order. The store keeps it. Default: what the drive implies itself, if "
+            "nvme-cli may ask it.",
+        ),
+    ] = None,
+    write_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="Most bytes ever written to the store's drives, over all calls since it was made: the run commits and "
+            "stops before a step that could exceed it. 0 (default): no limit.",
+        ),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="FILE", rich_help_panel=_RUN, help="Append one JSON object a step to this file."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_RUN,
+            help="Write what every lane did, op by op, to this file, for ui.perfetto.dev or chrome://tracing. What it "
+            "held is replaced; .json.gz is compressed.",
+        ),
     ] = None,
     config: Annotated[
         Path | None,
