@@ -43,9 +43,9 @@ Progress = Callable[[str, int, int], None]
 
 #: Seconds that one pass of a stage, forward and backward, may take; a longer one is timed on fewer tokens.
 PASS_SECONDS = 0.6
-#: Passes of each kind of stage: so many, or as many as fit in this time.
-MOST_PASSES = 4
-PASSES_SECONDS = 0.6
+#: Passes of each kind of stage: as many as fit in this time, and between these numbers; but no more than this time.
+LEAST_PASSES, MOST_PASSES = 3, 5
+PASSES_SECONDS, LONGEST_SECONDS = 0.3, 2.0
 #: Longer passes need no pass before them to warm up: the first one of few tokens was.
 SHORT_SECONDS = 0.1
 #: For so long two lanes are let work at once.
@@ -286,11 +286,11 @@ class _Timing:
         forwards, backwards, firsts = [], [], []
         for number in range(MOST_PASSES):
             forwards.append(forward())
-            if number % 2 == 0:
-                bench.begin_step()
-                firsts.append(backward())
+            bench.begin_step()
+            firsts.append(backward())
             backwards.append(backward())
-            if time.perf_counter() - began > PASSES_SECONDS:
+            taken = time.perf_counter() - began
+            if (taken > PASSES_SECONDS and number + 1 >= LEAST_PASSES) or taken > LONGEST_SECONDS:
                 break
         return _Passes(
             forward=statistics.median(forwards),
