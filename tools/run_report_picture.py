@@ -1,0 +1,98 @@
+"""A report as one picture: the charts that say most, with their findings as titles, in light colours. No browser.
+
+What it says is `run_report_parts.Report`; with every table and in both themes it is a page, by `run_report_page.py`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import vl_convert
+
+from hoist.tools.run_report_charts import PALETTES, coloured, config
+from hoist.tools.run_report_parts import Figure, Report
+
+#: Pixels of a column's charts, without axes; a big one spans two.
+_WIDTH = 500
+#: Pixels that each chart leaves for its y axis, so that columns begin in line; and from one column to the next.
+_AXIS = 135
+_GAP = _AXIS + 30
+#: Characters of a title's line over one column.
+_TITLE_CHARACTERS = 76
+#: Pixels of the picture for each of these.
+_SCALE = 1.3
+
+
+def picture(report: Report) -> bytes:
+    """The picture, as PNG."""
+    return vl_convert.vegalite_to_png(_whole(report), scale=_SCALE)
+
+
+def _whole(report: Report) -> dict[str, Any]:
+    rows: list[Any] = []
+    waiting: list[Any] = []
+    datasets: dict[str, Any] = {}
+    for section in report.sections:
+        for figure in section.figures:
+            if not figure.in_picture:
+                continue
+            datasets |= figure.chart.datasets
+            view = _view(figure)
+            if figure.chart.big:
+                rows.append(view)
+                continue
+            waiting.append(view)
+            if len(waiting) == 2:
+                rows.append({"hconcat": waiting, "spacing": _GAP, "bounds": "flush"})
+                waiting = []
+    if waiting:
+        rows.append(waiting[0])
+    document = {
+        "title": {
+            "text": report.title,
+            "subtitle": _header(report.subtitle, report.cards),
+            "fontSize": 22, "subtitleFontSize": 13, "anchor": "start", "offset": 22, "subtitlePadding": 8,
+        },
+        "vconcat": rows or [_nothing(report)],
+        "spacing": 34,
+        "padding": 24,
+        "config": {**config(), "background": "@paper", "axisY": {"minExtent": _AXIS, "maxExtent": _AXIS}},
+        "resolve": {"scale": {"color": "independent", "strokeDash": "independent"}},
+        "datasets": datasets,
+    }  # fmt: skip
+    for row in rows:
+        if "hconcat" in row:
+            row["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
+    data = document.pop("datasets")
+    found: dict[str, Any] = coloured(document, PALETTES["light"])
+    return {**found, "datasets": data}
+
+
+def _header(subtitle: str, cards: Sequence[tuple[str, str]]) -> list[str]:
+    return [subtitle, *textwrap.wrap("   ".join(f"{what}: {value}" for what, value in cards), 150)]
+
+
+def _view(figure: Figure) -> dict[str, Any]:
+    characters = _TITLE_CHARACTERS * (2 if figure.chart.big else 1)
+    return {
+        **figure.chart.spec,
+        "width": 2 * _WIDTH + _GAP if figure.chart.big else _WIDTH,
+        "title": {
+            "text": textwrap.wrap(figure.title, characters), "fontSize": 13, "anchor": "start", "frame": "group",
+            "offset": 10,
+        },
+    }  # fmt: skip
+
+
+def _nothing(report: Report) -> dict[str, Any]:
+    """Instead of charts, if there is none: why."""
+    words = [word for section in report.sections for word in section.words]
+    return {
+        "data": {"values": [{}]},
+        "mark": {"type": "text", "align": "left", "x": 0, "color": "@ink", "fontSize": 13},
+        "encoding": {"text": {"value": list(dict.fromkeys(words)) or ["Nothing was recorded."]}},
+        "width": 2 * _WIDTH,
+        "height": 120,
+    }
