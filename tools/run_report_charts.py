@@ -74,7 +74,7 @@ def curves(
 ) -> Chart:
     """Curves over a common axis. ``mark``: a point to be marked, with its label. ``whole_x``: x are step numbers."""
     found = [curve for curve in found if curve.points]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"x": x, "y": y, "s": curve.label, "d": int(curve.dots or len(curve.points) == 1)}
         for curve in found
         for x, y in curve.points
@@ -84,7 +84,9 @@ def curves(
     x_axis = altair.Axis(tickMinStep=1, format="~d") if whole_x else altair.Axis(format="~s", tickCount=5)
     y_scale = altair.Scale(type="log") if log_y else altair.Scale(zero=from_zero)
     x = altair.X("x:Q", title=x_title, scale=x_scale, axis=x_axis)
-    y = altair.Y("y:Q", title=y_title, scale=y_scale, axis=altair.Axis(format="~g" if log_y else "~s", tickCount=5))
+    highest = max((abs(row["y"]) for row in rows if row["y"] is not None), default=0.0)
+    y_axis = altair.Axis(format="~s" if highest >= 10_000 and not log_y else ",~g", tickCount=5)
+    y = altair.Y("y:Q", title=y_title, scale=y_scale, axis=y_axis)
     legend = None if len(found) == 1 else altair.Legend(title=None, symbolType="stroke", symbolSize=300)
     colour = altair.Color(
         "s:N", scale=altair.Scale(domain=labels, range=[curve.colour for curve in found]), legend=legend
@@ -138,7 +140,7 @@ def bars(
         {"l": bar.label, "v": bar.value, "p": bar.part, "t": bar.shown, "o": parts.index(bar.part)} for bar in found
     ]
     largest = max((bar.value for bar in found), default=0.0)
-    scale = altair.Scale(domain=[0, top if top is not None else 1.3 * largest or 1.0], nice=False)
+    scale = altair.Scale(domain=[0, top if top is not None else 1.55 * largest or 1.0], nice=False)
     base = altair.Chart(altair.NamedData(name=name)).encode(
         y=altair.Y("l:N", title=None, sort=labels, axis=altair.Axis(ticks=False, domain=False)),
         x=altair.X(
@@ -186,7 +188,10 @@ def spans(
         altair.Chart(altair.NamedData(name=name))
         .mark_bar(aria=False, height=altair.RelativeBandSize(0.88))
         .encode(
-            x=altair.X("a:Q", title=x_title, scale=altair.Scale(domain=[0, stop], nice=False)),
+            x=altair.X(
+                "a:Q", title=x_title, scale=altair.Scale(domain=[0, stop], nice=False),
+                axis=altair.Axis(tickCount=10 if big else 6, labelOverlap=True),
+            ),
             x2=altair.X2("b:Q"),
             y=altair.Y("r:N", title=y_title, sort=None, scale=altair.Scale(domain=list(rows)), axis=axis),
             color=altair.Color(

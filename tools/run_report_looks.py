@@ -79,7 +79,7 @@ SCRIPT = """"use strict";
     const small = narrow();
     const config = structuredClone(report.config);
     config.legend.columns = small ? 2 : 4;
-    config.legend.labelLimit = small ? 135 : 220;
+    config.legend.labelLimit = small ? 112 : 220;
     for (const [key, spec] of Object.entries(report.figures)) {
       const place = document.getElementById("chart-" + key);
       try {

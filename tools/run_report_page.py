@@ -25,7 +25,7 @@ def page(report: Report) -> str:
     """The page. Every text of the report is escaped."""
     figures = [figure for section in report.sections for figure in section.figures]
     data = {
-        "config": _in_variables(config()),
+        "config": {**_in_variables(config()), "font": "system-ui, sans-serif"},
         "figures": {figure.key: _embedded(figure) for figure in figures},
     }
     scripts = (_library(), SCRIPT)

@@ -19,8 +19,10 @@ _WIDTH = 500
 #: Pixels that each chart leaves for its y axis, so that columns begin in line; and from one column to the next.
 _AXIS = 135
 _GAP = _AXIS + 30
+#: Most pixels of a small chart's height.
+_HEIGHT = 180
 #: Characters of a title's line over one column.
-_TITLE_CHARACTERS = 76
+_TITLE_CHARACTERS = 72
 #: Pixels of the picture for each of these.
 _SCALE = 1.3
 
@@ -58,7 +60,7 @@ def _whole(report: Report) -> dict[str, Any]:
         "vconcat": rows or [_nothing(report)],
         "spacing": 34,
         "padding": 24,
-        "config": {**config(), "background": "@paper", "axisY": {"minExtent": _AXIS, "maxExtent": _AXIS}},
+        "config": {**config(), "background": "@paper", "axisY": {"minExtent": _AXIS, "titleX": -44}},
         "resolve": {"scale": {"color": "independent", "strokeDash": "independent"}},
         "datasets": datasets,
     }  # fmt: skip
@@ -78,6 +80,7 @@ def _view(figure: Figure) -> dict[str, Any]:
     characters = _TITLE_CHARACTERS * (2 if figure.chart.big else 1)
     return {
         **figure.chart.spec,
+        "height": min(figure.chart.height, _HEIGHT) if not figure.chart.big else figure.chart.height,
         "width": 2 * _WIDTH + _GAP if figure.chart.big else _WIDTH,
         "title": {
             "text": textwrap.wrap(figure.title, characters), "fontSize": 13, "anchor": "start", "frame": "group",

@@ -55,16 +55,17 @@ def kept_rows(columns: Sequence[Sequence[float | None]], *, most: int = TABLE_RO
 
 # --- ops --------------------------------------------------------------------------------------------------------------
 
-#: What ops are coloured by: kinds of ops under names for people.
+#: What ops are coloured by: kinds of ops under names for people. Weights and states are moved, activations and
+#: gradients spilled and brought back.
 OP_GROUPS: dict[str, tuple[str, ...]] = {
     "forward": ("forward", "evaluate"),
     "backward": ("backward", "loss"),
-    "weights moved": ("read_weights", "merge", "read_frozen", "widen", "bind", "unbind"),
-    "states moved": ("read_states", "write_states", "read_kept", "write_kept"),
-    "activations, gradients moved": (
+    "weights": ("read_weights", "merge", "read_frozen", "widen", "bind", "unbind"),
+    "states": ("read_states", "write_states", "read_kept", "write_kept"),
+    "spills": (
         "spill_activation", "fetch_activation", "stash_gradient", "spill_gradient", "fetch_gradient",
     ),
-    "update, norm": ("update", "norm"),
+    "updates": ("update", "norm"),
     "commit": ("commit",),
 }  # fmt: skip
 OTHER_GROUP = "other"
@@ -95,8 +96,7 @@ def row_of(op: TimedOp) -> str:
     """In which row of the timeline an op is drawn: transfers of the io lane run beside each other."""
     if op.lane != "io":
         return op.lane
-    what = {"weights moved": "weights", "states moved": "states"}.get(group_of(op.kind), "others")
-    return f"io: {what} {'out' if op.kind.startswith(_OUTWARD) else 'in'}"
+    return f"io: {group_of(op.kind)} {'out' if op.kind.startswith(_OUTWARD) else 'in'}"
 
 
 def merged_bars(timeline: Timeline, *, pixel_share: float = PIXEL_SHARE) -> list[Bar]:
@@ -119,14 +119,15 @@ def merged_bars(timeline: Timeline, *, pixel_share: float = PIXEL_SHARE) -> list
     bars = []
     for (row, group), each in runs.items():
         for ops in each:
-            start, stop = max(0.0, ops[0].start), min(timeline.seconds, max(op.stop for op in ops))
+            start = min(max(0.0, ops[0].start), timeline.seconds - pixel)
+            stop = max(min(timeline.seconds, max(op.stop for op in ops)), start + pixel)
             first, last = (op.named(timeline.stage_names) for op in (ops[0], ops[-1]))
             bars.append(
                 Bar(
                     row=row,
                     group=group,
-                    start=min(start, timeline.seconds - pixel),
-                    stop=max(stop, start + pixel),
+                    start=start,
+                    stop=stop,
                     num_ops=len(ops),
                     what=first if len(ops) == 1 else f"{first} ... {last}",
                 )

@@ -56,10 +56,10 @@ _LEVEL_COLOURS = {
 _GROUP_COLOURS = {
     "forward": "@green",
     "backward": "@blue",
-    "weights moved": "@sky",
-    "states moved": "@amber",
-    "activations, gradients moved": "@pink",
-    "update, norm": "@vermilion",
+    "weights": "@sky",
+    "states": "@amber",
+    "spills": "@pink",
+    "updates": "@vermilion",
     "commit": "@ink",
     OTHER_GROUP: "@grey",
 }
@@ -235,7 +235,7 @@ def _lane_step(facts: RunFacts) -> StepFacts | None:
 def _ops(timeline: Timeline) -> Figure:
     found = merged_bars(timeline)
     within = [op for op in timeline.ops if op.stop >= 0 and op.start <= timeline.seconds]
-    order = ["io: weights in", "io: states in", "io: others in", "io: states out", "io: others out", "io: weights out"]
+    order = ["io: weights in", "io: states in", "io: states out", "io: spills out", "io: spills in"]
     rows = [row for row in (*order, *timeline.lanes[1:], *timeline.lanes[:1]) if any(bar.row == row for bar in found)]
     rows += sorted({bar.row for bar in found} - set(rows))
     compute = union_seconds(
@@ -244,7 +244,7 @@ def _ops(timeline: Timeline) -> Figure:
     notes = [
         f"{times(len(within), 'op')} in {times(len(found), 'bar')}: what overlaps, or is closer than "
         f"1/{1 / PIXEL_SHARE:.0f} of the step, within a row and a colour, is one bar; shorter ones are that long. "
-        f"{TIMELINE_NAME} has each op."
+        f"{TIMELINE_NAME} has each op. Spills: activations and gradients that do not fit."
     ]
     if timeline.truncated:
         notes.append("The step had more ops than the file holds: the rest is missing.")

@@ -85,8 +85,9 @@ class Timeline:
             TimedOp(lanes[lane], kinds[kind], int(stage), int(micro), int(piece), float(start), float(stop))
             for lane, kind, stage, micro, piece, start, stop in document["ops"]
         ]
+        kinds_of_state = [str(name) for name in document.get("state_kinds", STATE_KINDS)]
         moments = [
-            Moment(float(at), STATE_KINDS[kind], int(stage), int(second), states[state], tiers[tier], int(num_bytes))
+            Moment(float(at), kinds_of_state[kind], int(stage), int(second), states[state], tiers[tier], int(num_bytes))
             for at, kind, stage, second, state, tier, num_bytes in document["residency"]
         ]
         if any(not 0 <= moment.stage < len(names) for moment in moments):
