@@ -76,6 +76,8 @@ class TrainerConfig:
     verify_reads: bool = False
     """Check what is read for updates, and frozen tensors, against the stored checksums: damage that comes during a run
     is found before anything made of it is committed. Costs a checksum of what is read."""
+    status_seconds: float = 1.0
+    """Seconds between two writings of STORE/status.json, what other processes are told of the run; 0: never."""
     validate: bool = False
     """Re-check residency after every op; for tests."""
 
@@ -109,7 +111,7 @@ class TrainerConfig:
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "commit_every" and value is None):
                 raise ConfigError(f"{name}: {value!r} is not a whole number")
-        for name in ("clip_norm", "delay", "residency", "commit_minutes"):
+        for name in ("clip_norm", "delay", "residency", "commit_minutes", "status_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) and not (name == "commit_minutes" and value is None):
                 raise ConfigError(f"{name}: {value!r} is not a number")
@@ -119,6 +121,8 @@ class TrainerConfig:
                 raise ConfigError(f"{name}: {value} is not positive")
         if self.commit_minutes is not None and not 0.0 < self.commit_minutes < math.inf:
             raise ConfigError(f"commit_minutes: {self.commit_minutes} is not a positive number")
+        if not 0.0 <= self.status_seconds < math.inf:
+            raise ConfigError(f"status_seconds: {self.status_seconds} is not a number of at least 0 (0: never)")
         if not 0.0 <= self.residency <= 1.0:
             raise ConfigError(f"residency: {self.residency} is not a share from 0 to 1")
         if self.clip_mode not in get_args(ClipMode):

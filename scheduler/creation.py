@@ -84,9 +84,12 @@ def create_store(
         progress=report("reserving space"),
     )
     try:
-        _fill(store, model, setup, engine, source, report("writing weights"))
+        _fill(store, model, setup, store.counted(engine), source, report("writing weights"))
         if extras is not None:
-            extras(store.directory / MODEL_DIRECTORY)
+            folder = store.directory / MODEL_DIRECTORY
+            extras(folder)
+            if store.wear is not None:
+                store.wear.add(written_bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         names = [placed.spec.name for layout in setup.layouts for placed in layout.trainable]
         store.commit(step=0, adam_steps=dict.fromkeys(names, 0), run=dict(run or {}))
     except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -40,6 +40,36 @@ class Span:
     op: Op
     start: float
     stop: float
+    step: int = 0
+    """Step in whose plan the op was; one that is ``delayed`` works for the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One op and the step in whose plan it is."""
+
+    op: Op
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What an executor is doing at one moment."""
+
+    current: Mapping[Lane, Work | None]
+    """Per lane, the op at work; None if it waits. For I/O, the oldest in flight."""
+    num_io: int
+    """I/O ops in flight."""
+    turn: Work | None
+    """The compute op whose turn it is, whether at work or waited for; None if no step computes."""
+    ahead: Work | None
+    """From ``turn`` on, the first op that passes a micro-batch through a stage."""
+    steps: tuple[int, ...]
+    """Steps that have not ended, the oldest first."""
+    error: BaseException | None
+    """What ended it."""
+    failed_op: Op | None
+    """The op that raised it; None if no op did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +102,15 @@ class _Run:
 _Item = tuple[_Run, int]
 
 
+class _Now:
+    """What a thread is at; written by that thread, read by any."""
+
+    __slots__ = ("item",)
+
+    def __init__(self) -> None:
+        self.item: _Item | None = None
+
+
 class Executor:
     """Executes steps one after another, letting the end of one overlap the start of the next.
 
@@ -87,6 +126,8 @@ class Executor:
         self._wake = {lane: threading.Condition(self._lock) for lane in Lane}
         self._error: BaseException | None = None
         self._failed_op: Op | None = None
+        #: :attr:`_failed_op` has been said.
+        self._told = False
         self._closing = False
         #: Steps that are not finished yet, oldest first; at most two.
         self._runs: deque[_Run] = deque()
@@ -97,7 +138,12 @@ class Executor:
         self._ready: dict[Lane, deque[_Item]] = {Lane.COPY: deque(), Lane.COMMIT: deque(), Lane.OPTIM: deque()}
         #: Updates, which the optim lane takes strictly in plan order.
         self._optim_queue: deque[_Item] = deque()
-        self._io_in_flight = 0
+        #: I/O ops that have begun and not ended, the oldest first.
+        self._in_flight: dict[_Item, None] = {}
+        #: Per lane with a thread, the op that it is at; changed by that thread alone, one assignment an op.
+        self._at = {lane: _Now() for lane in (Lane.COPY, Lane.COMPUTE, Lane.OPTIM, Lane.COMMIT)}
+        #: The compute op whose turn it is; changed by the compute lane alone.
+        self._turn = _Now()
         #: By the identities of two plans, which are kept here too, so that no other object can get theirs.
         self._joins: dict[tuple[int, int], tuple[LinkedPlan, LinkedPlan, Sequence[tuple[int, int]]]] = {}
         self._threads = [
@@ -130,16 +176,21 @@ class Executor:
             self._raise_error()
             ready = self._register(run)
         self._dispatch(ready)
+        turn, at = self._turn, self._at[Lane.COMPUTE]
         for index, op in enumerate(run.ops):
             if op.lane is not Lane.COMPUTE:
                 continue
+            turn.item = (run, index)
             with self._lock:
                 while run.waiting[index] and not self._stopped:
                     self._wake[Lane.COMPUTE].wait()
                 self._raise_error()
-            self._execute((run, index))
+            at.item = turn.item
+            self._execute(turn.item)
+            at.item = None
             with self._lock:
                 self._raise_error()
+        turn.item = None
         with self._lock:
             while run.num_awaited and not self._stopped:
                 self._wake[Lane.COMPUTE].wait()
@@ -168,10 +219,33 @@ class Executor:
         with self._lock:
             self._closing = True
             self._wake_all()
-            while self._io_in_flight:
+            while self._in_flight:
                 self._wake[Lane.COMPUTE].wait()
         for thread in self._threads:
             thread.join()
+
+    def activity(self) -> Activity:
+        """What it is doing now; from any thread."""
+        with self._lock:
+            oldest = next(iter(self._in_flight), None)
+            num_io = len(self._in_flight)
+            steps = tuple(run.step for run in self._runs)
+            error, failed_op = self._error, self._failed_op
+        turn = self._turn.item
+        ahead = None
+        if turn is not None:
+            run, index = turn
+            passing = next((op for op in run.ops[index:] if op.kind in _PASSING), None)
+            ahead = None if passing is None else Work(passing, run.step)
+        return Activity(
+            current={Lane.IO: _work(oldest), **{lane: _work(now.item) for lane, now in self._at.items()}},
+            num_io=num_io,
+            turn=_work(turn),
+            ahead=ahead,
+            steps=steps,
+            error=error,
+            failed_op=failed_op,
+        )
 
     # ------------------------------------------------------------------ dependencies
 
@@ -199,7 +273,7 @@ class Executor:
         stop = perf_counter()
         with self._lock:
             if op.lane is Lane.IO:
-                self._io_in_flight -= 1
+                del self._in_flight[item]
                 if self._closing:
                     self._wake[Lane.COMPUTE].notify()
             if error is not None:
@@ -208,7 +282,7 @@ class Executor:
                 self._wake_all()
                 return
             if op.lane is not Lane.NONE:
-                self._spans.append(Span(op, start, stop))
+                self._spans.append(Span(op, start, stop, run.step))
             ready = self._release(run, index)
             run.num_left -= 1
             if op.kind is Kind.NORM:
@@ -259,7 +333,7 @@ class Executor:
         with self._lock:
             if self._stopped:
                 return
-            self._io_in_flight += 1
+            self._in_flight[item] = None
         start = perf_counter()
         ended = threading.Lock()
 
@@ -286,6 +360,7 @@ class Executor:
             self._finish(item, start, None)
 
     def _serve(self, lane: Lane) -> None:
+        at = self._at[lane]
         while True:
             with self._lock:
                 item = self._next(lane)
@@ -294,7 +369,9 @@ class Executor:
                     item = self._next(lane)
                 if item is None:
                     return
+            at.item = item
             self._execute(item)
+            at.item = None
 
     def _next(self, lane: Lane) -> _Item | None:
         """The op that a lane's thread takes now, if any. The lock is held."""
@@ -317,9 +394,9 @@ class Executor:
     def _raise_error(self) -> None:
         """Raise what a lane raised; ValueError after :meth:`close`. The lock is held."""
         if self._error is not None:
-            if self._failed_op is not None:
+            if self._failed_op is not None and not self._told:
                 self._error.add_note(f"while executing {self._failed_op}")
-                self._failed_op = None  # said once
+                self._told = True
             raise self._error
         if self._closing:
             raise ValueError("the executor is closed")
@@ -328,6 +405,14 @@ class Executor:
         with self._lock:
             taken, self._spans = self._spans, []
         return sorted(taken, key=lambda span: span.start)
+
+
+#: Ops that pass a micro-batch through a stage.
+_PASSING = frozenset({Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.EVALUATE})
+
+
+def _work(item: _Item | None) -> Work | None:
+    return None if item is None else Work(item[0].ops[item[1]], item[0].step)
 
 
 def _is_ordered(op: Op) -> bool:

@@ -235,6 +235,11 @@ class MemoryPlan:
         return self._shared_gradient_bytes - self.demand.stages[stage].gradients
 
 
+def promised_bytes(budget_bytes: int) -> int:
+    """Most anonymous and shared memory beyond the baseline that a budget allows: 1.1 times as much and 32 MiB."""
+    return budget_bytes * 11 // 10 + 32 * 2**20
+
+
 def _pair_bytes(sizes: Sequence[int]) -> int:
     """The most that two neighbours take together (one alone, if there is only one)."""
     if len(sizes) < 2:

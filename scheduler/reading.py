@@ -34,16 +34,7 @@ class TensorReader:
 
         The view is valid until the next call. Raises TransferError if the drive fails.
         """
-        first = placed.offset + start
-        last = placed.offset + placed.spec.num_elements
-        chunk = first // layout.chunk_elements
-        begin = first // CHUNK_QUANTUM_ELEMENTS * CHUNK_QUANTUM_ELEMENTS
-        end = min(
-            begin + self._window_elements,
-            (chunk + 1) * layout.chunk_elements,
-            round_up(last, CHUNK_QUANTUM_ELEMENTS),
-        )
-        piece = Piece(index=-1, chunk=chunk, start=begin, stop=end)
+        piece, inner = self._window(layout, placed, start)
         num_bytes = 2 * piece.num_elements
         halves = []
         for half, array in enumerate((StateArray.WEIGHT_HI, StateArray.WEIGHT_LO)):
@@ -54,7 +45,28 @@ class TensorReader:
             future.result()
         values = self._values[: piece.num_elements]
         merge(halves[0][1].view(torch.int16), halves[1][1].view(torch.int16), values)
-        return values[first - begin : min(last, end) - begin]
+        return values[inner]
+
+    def moments(self, layout: StageLayout, placed: PlacedTensor, array: StateArray, start: int) -> Tensor:
+        """float32 elements of one of Adam's moments of a trainable tensor; as :meth:`weights` otherwise."""
+        piece, inner = self._window(layout, placed, start)
+        place = self._store.place(layout.index, array, piece, write=False)
+        target = self._staging[: place.num_bytes]
+        self._engine.read(place.path, place.offset_bytes, target).result()
+        return target.view(torch.float32)[inner]
+
+    def _window(self, layout: StageLayout, placed: PlacedTensor, start: int) -> tuple[Piece, slice]:
+        """What is read for the elements from ``start`` on, and which of it are the tensor's."""
+        first = placed.offset + start
+        last = placed.offset + placed.spec.num_elements
+        chunk = first // layout.chunk_elements
+        begin = first // CHUNK_QUANTUM_ELEMENTS * CHUNK_QUANTUM_ELEMENTS
+        end = min(
+            begin + self._window_elements,
+            (chunk + 1) * layout.chunk_elements,
+            round_up(last, CHUNK_QUANTUM_ELEMENTS),
+        )
+        return Piece(index=-1, chunk=chunk, start=begin, stop=end), slice(first - begin, min(last, end) - begin)
 
     def frozen(self, layout: StageLayout, placed: PlacedTensor, start: int) -> Tensor:
         """Elements of a frozen tensor or buffer from ``start`` on, in its own dtype; as :meth:`weights` otherwise."""

@@ -255,16 +255,18 @@ class Runtime:
             for piece in self.pieces[tensor.owner]
             if piece.overlaps(tensor.placed)
         }
-        streamed_bytes = places.frozen.nbytes
+        frozen = places.frozen_layout
+        streamed_bytes = frozen.num_bytes
         if op.stage in self._buffers.kept_frozen:
-            streamed_bytes = 0
+            # What is computed with is in the buffer all the same.
+            streamed_bytes = frozen.num_bytes if frozen.widens else 0
             if self._manager.state(Item(ItemKind.KEPT_FROZEN, op.stage)) is State.CLEAN:
                 self._manager.save(ItemKind.KEPT_FROZEN, read_bytes=places.frozen.nbytes)
         self._manager.fill(
             Item(ItemKind.WEIGHTS, op.stage),
             self._buffers.weights[op.stage],
             places.weights.nbytes + streamed_bytes,
-            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes or places.frozen_layout.widens),
+            parts=len(self.pieces[op.stage]) + len(borrowed) + bool(streamed_bytes),
         )
 
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:

@@ -192,12 +192,24 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
     )
-    make = vertical if config.plan == "vertical" else horizontal
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
     num_pinned = 0
     if config.pin_trained:
         keepable, num_pinned = residency.pinned_first(keepable)
     demand = replace(demand, keepable=keepable, num_pinned=num_pinned)
+    return _divide(demand, tuple(layouts), borrowed, frozen, loans, config)
+
+
+def _divide(
+    demand: Demand,
+    layouts: tuple[StageLayout, ...],
+    borrowed: tuple[tuple[Borrowed, ...], ...],
+    frozen: tuple[FrozenLayout, ...],
+    loans: dict[str, PlacedTensor],
+    config: TrainerConfig,
+) -> Setup:
+    """Divide the budget, and see what then is spilled. Raises BudgetError."""
+    make = vertical if config.plan == "vertical" else horizontal
     max_kept_bytes = math.floor(config.residency * sum(candidate.num_bytes for candidate in demand.keepable))
     division = memory.divide(
         demand,
@@ -215,7 +227,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     all_boundaries = (len(layouts) - 1) * config.num_micro_batches
     largest = make(shapes, config.num_micro_batches, buffers, cold=True)
     return Setup(
-        layouts=tuple(layouts),
+        layouts=layouts,
         borrowed=borrowed,
         frozen=frozen,
         loans=loans,
@@ -227,6 +239,17 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         num_slots=config.num_slots,
         speculative=config.speculates,
     )
+
+
+def divided(setup: Setup, config: TrainerConfig) -> Setup:
+    """The same run with another budget, or more micro-batches: an estimate, as it measures no stage again.
+
+    Masks and positions of the additional micro-batches are left out. Raises BudgetError if it cannot be.
+    """
+    first = next((stage for stage, layout in enumerate(setup.layouts) if layout.trainable), 0)
+    boundaries = _most_boundaries(len(setup.layouts), first, config.num_micro_batches)
+    demand = replace(setup.memory.demand, num_boundaries=boundaries)
+    return _divide(demand, setup.layouts, setup.borrowed, setup.frozen, setup.loans, config)
 
 
 def _most_boundaries(num_stages: int, first: int, num_micro_batches: int) -> int:

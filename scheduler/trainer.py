@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from hoist.scheduler.annotate import Annotated, OpNames
 from hoist.scheduler.batches import Batch
+from hoist.scheduler.collect import Collector
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
@@ -26,17 +28,23 @@ from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
+from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
+from hoist.scheduler.publish import Publisher
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
+from hoist.scheduler.trace import Trace
+from hoist.scheduler.traced import Traced
+from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers import heap
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
+from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.manager import Manager, Residency
+from hoist.tiers.manager import ItemKind, Manager, Residency, Tier
 from hoist.tiers.store import Store
 
 #: Key of the trainer's own counters in a commit's run record.
@@ -107,8 +115,15 @@ class Trainer:
         config: TrainerConfig,
         baseline_bytes: int | None = None,
         setup: Setup | None = None,
+        prediction: Mapping[str, Any] | None = None,
+        wear: Callable[[], Mapping[str, Any] | None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
+        ``trace`` notes what every op does; it stays open.
+
+        ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
+        document has them as they are.
 
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
@@ -121,7 +136,7 @@ class Trainer:
         self.config = config
         self._model = model
         self._store = store
-        self._engine = engine
+        self._engine = store.counted(engine)
         self._setup = setup or prepare(model, store.layouts, config)
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
@@ -129,7 +144,7 @@ class Trainer:
         self._runtime = self.runtime_kind(
             model=model,
             store=store,
-            engine=engine,
+            engine=self._engine,
             places=self._places,
             manager=self._manager,
             buffers=self._setup.buffers(),
@@ -148,7 +163,15 @@ class Trainer:
             self._runtime.release()
             self._places.close()
             raise
-        self._executor = Executor(self._runtime)
+        names = OpNames([stage.name for stage in store.layouts], self._runtime.pieces)
+        annotated = Annotated(self._runtime, names)
+        #: Notes what is executed; None without a trace.
+        self._traced = None
+        if trace is not None:
+            self._traced = Traced(
+                trace, annotated, names=names, io_bytes=self._runtime.io_bytes, manager=self._manager
+            )
+        self._executor = Executor(self._traced or annotated)
         #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
         self._plans: dict[tuple[int, bool], LinkedPlan] = {}
         #: Updates of the last step are delayed into the next one.
@@ -174,9 +197,38 @@ class Trainer:
         self._written_bytes = engine.statistics().written_bytes
         #: Bytes that need not be read and written, up to the last step's end.
         self._saved_bytes = (0, 0)
+        self._metrics_log = MetricsLog(store.directory / METRICS_NAME)
+        self._collector = Collector(
+            store=store,
+            engine=engine,
+            manager=self._manager,
+            executor=self._executor,
+            sampler=self._sampler,
+            memory=self._setup.memory,
+            whereabouts=Whereabouts(
+                store.layouts,
+                self._runtime.pieces,
+                self._setup.memory.kept.weights,
+                dict.fromkeys(ItemKind, Tier.HOST),
+            ),
+            budget_bytes=config.host_memory_bytes,
+            scratch_bytes=self._setup.scratch_bytes,
+            num_steps=config.schedule.num_steps,
+            interval_seconds=config.status_seconds,
+            step=lambda: self._position.step,
+            prediction=prediction,
+            wear=wear,
+        )
         self._closed = False
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
+        self._publisher = Publisher(
+            store.directory,
+            interval_seconds=config.status_seconds,
+            status=self._collector.status,
+            metrics=self._metrics_log,
+        )
+        self._publisher.publish_soon()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there
 
@@ -213,6 +265,18 @@ class Trainer:
     def residency(self) -> tuple[Residency, ...]:
         """What is in host buffers or in scratch now, item by item; from any thread."""
         return self._manager.table()
+
+    def publish(self) -> None:
+        """Write STORE/status.json now, beside what is written every ``status_seconds``; from any thread, also from
+        within a step. A file that cannot be written is said once through `logging`, and no error.
+        """
+        self._publisher.publish()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a line to STORE/metrics.jsonl, beside those that steps write: an evaluation, with ``step`` and
+        ``eval_loss``. Raises ValueError on what is not JSON, nothing about the file (see :class:`MetricsLog`).
+        """
+        self._metrics_log.write(record)
 
     @property
     def last_spans(self) -> list[Span]:
@@ -252,7 +316,7 @@ class Trainer:
         and to a second thread; TransferError when a drive fails; whatever the model raises. After the latter two, only
         :meth:`close` may be called.
         """
-        with self._turn():
+        with self._turn(), self._noted(f"step {self._position.step + 1}") as notes:
             started = time.perf_counter()
             num_items = self._check(micro_batches)
             step = self._position.step + 1
@@ -264,7 +328,9 @@ class Trainer:
                     "run needs a schedule with more num_steps"
                 )
             lr = self.config.schedule.at(step) if lr is None else float(lr)
-            return self._step(step, micro_batches, num_items, lr, started, run)
+            metrics = self._step(step, micro_batches, num_items, lr, started, run)
+            notes.update(loss=metrics.loss, tokens=metrics.tokens)
+            return metrics
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> EvalMetrics:
         """The loss of 1 to ``num_micro_batches`` micro-batches under the weights after the last step.
@@ -273,7 +339,7 @@ class Trainer:
         not by a bit. First finishes the updates of the last step, as :meth:`wait` does. Micro-batches are as in
         :meth:`step`. Raises as that does.
         """
-        with self._turn():
+        with self._turn(), self._noted(f"evaluation after step {self._position.step}") as notes:
             started = time.perf_counter()
             num_items = self._check(micro_batches)
             self._finish_updates()
@@ -289,9 +355,12 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
+            if not self._collector.evaluating:  # an evaluation may take many calls
+                self._collector.evaluating = True
+                self._publisher.publish_soon()
             try:
                 with evaluating(self._model.model), private_rng():
-                    self._executor.run(plan, step)
+                    self._execute(plan, step)
                     self._executor.drain()
             finally:
                 self._runtime.end(step)
@@ -303,7 +372,7 @@ class Trainer:
             self._saved_bytes = (
                 self._saved_bytes[0] + saved_now[0] - saved[0], self._saved_bytes[1] + saved_now[1] - saved[1]
             )
-            return EvalMetrics(
+            found = EvalMetrics(
                 loss=float(torch.stack(state.losses).sum()),
                 counted=num_items,
                 tokens=sum(map(self._model.batches.num_tokens, micro_batches)),
@@ -311,6 +380,8 @@ class Trainer:
                 nvme_read_bytes=now.read_bytes - moved.read_bytes,
                 nvme_written_bytes=now.written_bytes - moved.written_bytes,
             )
+            notes.update(loss=found.loss, tokens=found.tokens)
+            return found
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -322,8 +393,24 @@ class Trainer:
                 raise ConfigError("this trainer is closed; open the store with a new one")
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 yield
+        except ConfigError:
+            raise  # nothing was done
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             self._entered.release()
+
+    def _noted(self, name: str, *, whole: bool = True) -> AbstractContextManager[dict[str, object]]:
+        """What the caller waits for, or a part of it, is in a trace, if there is one, with what the dictionary gets."""
+        if self._traced is None:
+            return nullcontext({})
+        return self._traced.whole(name) if whole else self._traced.part(name)
+
+    def _execute(self, linked: LinkedPlan, step: int) -> list[Span]:
+        if self._traced is not None:
+            self._traced.begin(linked, step)
+        return self._executor.run(linked, step)
 
     def _step(
         self,
@@ -341,12 +428,13 @@ class Trainer:
             lr=lr,
             commit_due=self._commit_is_due(step),
         )
+        self._collector.evaluating = False
         self._runtime.begin(state)
         self._last_state = state
         self._open_steps.append(step)
         with private_rng():
             self._last_plan = self._plan(len(micro_batches))
-            spans = self._executor.run(self._last_plan, step)
+            spans = self._execute(self._last_plan, step)
         self._cold = False
         self._pending = self._delays
         self._forget_finished()
@@ -354,6 +442,8 @@ class Trainer:
         self._last_spans = spans
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
+        self._metrics_log.write(metrics.to_json())
+        self._collector.note_step(metrics)
         state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
@@ -372,12 +462,12 @@ class Trainer:
 
     def wait(self) -> None:
         """Finish every update of the steps so far, delayed ones too (not yet committed). Raises what a lane raised."""
-        with self._turn():
+        with self._turn(), self._noted("finish updates"):
             self._finish_updates()
 
     def commit(self) -> None:
         """Finish every update and make the store's state that of the last step, durably. Does nothing if it is so."""
-        with self._turn():
+        with self._turn(), self._noted(f"finish updates and commit step {self._position.step}"):
             if self._last_state is not None:
                 self._last_state.commit_due = True
             self._finish_updates()
@@ -397,9 +487,10 @@ class Trainer:
         """Commit, unless that was done meanwhile."""
         record = self._store.record
         if record is None or record.step < position.step:
-            self._commits.add(
-                self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
-            )
+            with self._noted(f"commit of step {position.step}", whole=False) as notes:
+                done = self._store.commit(step=position.step, adam_steps=position.adam_steps, run=position.run)
+                notes.update(generation=done.generation, flush_seconds=done.flush_seconds)
+            self._commits.add(done)
 
     def close(self) -> None:
         """Stop the lanes and free the memory. What was not committed is lost. Idempotent. Store and engine stay."""
@@ -410,6 +501,8 @@ class Trainer:
         self._sampler.close()
         self._runtime.release()
         self._places.close()
+        self._collector.closed = True
+        self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -417,7 +510,15 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and isinstance(error, Exception | KeyboardInterrupt):
+            self._fail(error)
         self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """The run has ended with an error, the first one if there are several; whoever looks on is told at once."""
+        if self._collector.error is None and not self._closed:
+            self._collector.error = error
+            self._publisher.publish_soon()
 
     # ------------------------------------------------------------------
 
@@ -462,7 +563,7 @@ class Trainer:
         keeps = last is not None and last.commit_due and self._keeps_states
         if self._pending or keeps:
             with private_rng():
-                self._executor.run(self._plan(0), self._position.step + 1)
+                self._execute(self._plan(0), self._position.step + 1)
             self._pending = False
         self._executor.drain()
 

@@ -249,7 +249,12 @@ class Updates:
         piece = self.pieces[op.stage][op.piece]
         path, offset = self.stashed_gradients[op.stage]
         source = self._places.stages[op.stage].gradients[piece.start : piece.stop].view(torch.uint8)
-        noted = then(done, lambda: self._used_gradient(op.stage, state))
+
+        def stashed() -> None:
+            self._manager.stash(op.stage, op.piece, source.nbytes)
+            self._used_gradient(op.stage, state)
+
+        noted = then(done, stashed)
         future = self._engine.write(path, offset + GRADIENT_BYTES * piece.start, source)
         future.add_done_callback(Join(1, noted).part)
 
@@ -298,6 +303,8 @@ class Updates:
             hi, lo = (arrays[array].view(torch.int16) for array in WEIGHT_ARRAYS)
             self._places.put_weights(op.stage, op.stage, piece, hi, lo)
             self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
+        if op.stashed:
+            self._manager.unstash(op.stage, op.piece)
         if not op.stashed or (self._buffers.speculative and not op.delayed):
             self._used_gradient(op.stage, state)
 

@@ -26,6 +26,7 @@ OWN_NAMES = frozenset(
         store_format.METRICS_NAME,
         store_format.TIMELINE_NAME,
         store_format.WEAR_NAME,
+        store_format.WEAR_TEMPORARY_NAME,
         store_format.CRC_DIRECTORY,
         store_format.STAGES_DIRECTORY,
         store_format.SCRATCH_DIRECTORY,
@@ -70,7 +71,7 @@ def directory_state(directory: Path) -> DirectoryState:
         names = {entry.name for entry in directory.iterdir()} - IGNORED_NAMES
     except OSError as error:
         raise StoreRefusedError(f"{directory}: cannot be read: {error.strerror}") from error
-    if names <= {store_format.LOCK_NAME, store_format.WEAR_NAME}:
+    if names <= {store_format.LOCK_NAME, store_format.WEAR_NAME, store_format.WEAR_TEMPORARY_NAME}:
         return DirectoryState.EMPTY
     metadata = directory / store_format.METADATA_NAME
     try:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hoist.tiers.format import StateArray
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, StageLayout, round_up
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    import torch
+
+    Bytes = torch.Tensor | npt.NDArray[np.uint8]
 
 #: Most bytes per call into google_crc32c, which holds the GIL (1 MiB is about 0.1 ms).
 CALL_BYTES = 1 << 20
@@ -24,12 +29,10 @@ _POLYNOMIAL = 0x82F63B78
 _ONE = 0x80000000  # x^0 in the reversed notation
 _X_TO_8 = 0x00800000
 
-Bytes = torch.Tensor | npt.NDArray[np.uint8]
-
 
 def extend(checksum: int, data: Bytes) -> int:
     """The CRC32C of what ``checksum`` covers followed by ``data`` (1-D contiguous uint8). Start with 0."""
-    array = data.numpy() if isinstance(data, torch.Tensor) else data
+    array = data if isinstance(data, np.ndarray) else data.numpy()
     if array.dtype != np.uint8 or array.ndim != 1:
         raise ValueError(f"data: expected 1-D uint8, got {array.ndim}-D {array.dtype}")
     for start in range(0, array.size, CALL_BYTES):
@@ -110,7 +113,7 @@ class ChunkChecksum:
 
     def extend(self, array: StateArray, data: Bytes) -> None:
         """Add the next bytes of ``array`` (1-D contiguous uint8). Raises ValueError past the chunk's last piece."""
-        self._advance(array, data.numel() if isinstance(data, torch.Tensor) else data.size)
+        self._advance(array, data.size if isinstance(data, np.ndarray) else data.numel())
         self._checksums[array] = extend(self._checksums[array], data)
 
     def extend_zeros(self, array: StateArray, num_bytes: int | None = None) -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hoist.tiers import allocation, drives
 from hoist.tiers import format as store_format
@@ -19,7 +20,9 @@ from hoist.tiers.dealing import MeasuredDirectory, deal
 from hoist.tiers.drives import Drive, Marker
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.inventory import StoredChunk
-from hoist.tiers.io.base import IoEngine
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    from hoist.tiers.io.base import IoEngine
 
 
 def make_directory(directory: Path) -> bool:
@@ -62,7 +65,12 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
     for drive in drives.linked(directory):
         drives.clear(drive)
     remove_tree(directory / store_format.DRIVES_DIRECTORY, engine)
-    for name in (store_format.STATUS_NAME, store_format.METRICS_NAME, store_format.TIMELINE_NAME):
+    for name in (
+        store_format.STATUS_NAME,
+        store_format.METRICS_NAME,
+        store_format.TIMELINE_NAME,
+        store_format.WEAR_TEMPORARY_NAME,
+    ):
         (directory / name).unlink(missing_ok=True)
     if (directory / store_format.METADATA_NAME).exists():
         allocation.sync_directory(directory)  # else a power cut could bring the rest back without its mark

@@ -10,13 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.format import StateArray
 from hoist.tiers.inventory import StoredChunk
-from hoist.tiers.io.base import IoEngine
-from hoist.tiers.io.probe import measure_bandwidth
 from hoist.tiers.layout import StageLayout
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    from hoist.tiers.io.base import IoEngine
 
 #: The most that a measurement writes, and reads back twice, in each directory: part of a second on an NVMe drive.
 MEASURED_BYTES = 64 * 2**20
@@ -34,6 +36,8 @@ class MeasuredDirectory:
     """Absolute."""
     read_bytes_per_second: float
     write_bytes_per_second: float
+    probed_bytes: int = 0
+    """What the measurement wrote, and read back twice."""
 
     @property
     def weight(self) -> float:
@@ -56,6 +60,8 @@ def measure(
     Takes 8 MiB of host memory meanwhile. Raises StoreRefusedError where no such file can be made, or does not keep what
     it is given, TransferError.
     """
+    from hoist.tiers.io.probe import measure_bandwidth
+
     found = []
     for directory in directories:
         place = directory if directory.exists() else directory.parent
@@ -71,6 +77,7 @@ def measure(
                 directory=directory,
                 read_bytes_per_second=speed.read_bytes_per_second,
                 write_bytes_per_second=speed.write_bytes_per_second,
+                probed_bytes=speed.probed_bytes,
             )
         )
     return tuple(found)

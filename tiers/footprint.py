@@ -48,7 +48,7 @@ class PeakSampler:
     """Samples the process's memory from a thread and keeps the largest excess over a baseline. Close when done."""
 
     def __init__(self, baseline_bytes: int) -> None:
-        self._baseline_bytes = baseline_bytes
+        self.baseline_bytes = baseline_bytes
         self._peak_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="hoist-memory", daemon=True)
@@ -61,7 +61,7 @@ class PeakSampler:
         return self._peak_bytes
 
     def _look(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, anonymous_bytes() - self._baseline_bytes)
+        self._peak_bytes = max(self._peak_bytes, anonymous_bytes() - self.baseline_bytes)
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):

@@ -38,6 +38,7 @@ METRICS_NAME = "metrics.jsonl"
 TIMELINE_NAME = "timeline.json"
 #: Bytes that were ever written to the store: what a drive has suffered is not undone by a restore or a fresh start.
 WEAR_NAME = "wear.json"
+WEAR_TEMPORARY_NAME = "wear.json.tmp"
 CRC_DIRECTORY = "crc"
 STAGES_DIRECTORY = "stages"
 SCRATCH_DIRECTORY = "scratch"

@@ -9,12 +9,15 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hoist.tiers import allocation
 from hoist.tiers import format as store_format
 from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
-from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    from hoist.tiers.io.base import IoEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

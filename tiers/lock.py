@@ -1,6 +1,7 @@
 """One writer per store: flock on its LOCK file. Says who holds it; never waits.
 
-What a writer may do is `store.py`'s business. Readers take no lock.
+What a writer may do is `store.py`'s business. Readers take no lock; a probe holds a shared one for an instant, for
+which a writer waits.
 """
 
 from __future__ import annotations
@@ -10,10 +11,26 @@ import fcntl
 import json
 import os
 import socket
+import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 from hoist.tiers.errors import StoreLockedError, StoreRefusedError
+
+#: How long a writer waits for probes, which hold their lock for microseconds: who holds one longer is no probe.
+PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds a store's lock, as far as LOCK tells: a holder may be about to write it."""
+
+    pid: int | None
+    host: str | None
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid} on {self.host}"
 
 
 class StoreLock:
@@ -26,22 +43,27 @@ class StoreLock:
     cannot be made or locked. Nothing is changed then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, patience_seconds: float = PROBE_SECONDS) -> None:
+        """``patience_seconds``: how long to wait where only shared locks are in the way."""
         self._path = path
         #: Open file that carries the flock; -1 once released.
         self._descriptor = -1
         #: True if LOCK was not there before.
         self.created = not path.exists()
+        patience = time.monotonic() + patience_seconds
         while self._descriptor < 0:
-            self._descriptor = self._try_lock()
+            self._descriptor = self._try_lock(patience)
         _held.add(self)
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full drive: the lock is held all the same, only who holds it is not told
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder, 0)
 
-    def _try_lock(self) -> int:
-        """A locked descriptor of the file that is at the path now, or -1 if it was replaced meanwhile: try again."""
+    def _try_lock(self, patience: float) -> int:
+        """A locked descriptor of the file that is at the path now, or -1: try again.
+
+        That is if the file was replaced meanwhile, or only probes hold it, until ``patience`` on the monotonic clock.
+        """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -53,6 +75,8 @@ class StoreLock:
                 return kept
             return -1
         except BlockingIOError as error:
+            if _is_probed(descriptor) and time.monotonic() < patience:
+                return -1
             raise _locked(self._path, descriptor) from error
         except OSError as error:
             raise StoreRefusedError(f"{self._path}: the file system cannot lock files: {error.strerror}") from error
@@ -85,33 +109,52 @@ class StoreLock:
 
 def check_unlocked(path: Path) -> None:
     """Raise StoreLockedError if some lock on ``path`` is held now. Changes nothing; another may take it right after."""
+    holder = probe(path)
+    if holder is not None:
+        raise StoreLockedError(_is_writing(path, holder))
+
+
+def probe(path: Path) -> Holder | None:
+    """Who holds the lock on ``path`` now; None if nobody does, as far as this machine can see. Changes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return  # no such file, or one that only taking the lock can judge
+        return None  # no such file, or one that only taking the lock can judge
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _locked(path, descriptor) from error
+    except BlockingIOError:
+        return _holder(descriptor)
     except OSError:
-        return
+        return None
     finally:
         os.close(descriptor)
+    return None
+
+
+def _is_probed(descriptor: int) -> bool:
+    """True if what keeps a writer out is no writer: a writer's lock would refuse a shared one too."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _locked(path: Path, descriptor: int) -> StoreLockedError:
-    return StoreLockedError(
-        f"{path.parent}: {_describe_holder(descriptor)} is writing to this store; wait for it to end, or stop it"
-    )
+    return StoreLockedError(_is_writing(path, _holder(descriptor)))
 
 
-def _describe_holder(descriptor: int) -> str:
+def _is_writing(path: Path, holder: Holder) -> str:
+    return f"{path.parent}: {holder} is writing to this store; wait for it to end, or stop it"
+
+
+def _holder(descriptor: int) -> Holder:
     """Who wrote LOCK; the holder may be about to write it, then nobody is named."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {int(holder['pid'])} on {holder['host']}"
+        return Holder(pid=int(holder["pid"]), host=str(holder["host"]))
     except (ValueError, KeyError, TypeError):
-        return "another process"
+        return Holder(pid=None, host=None)
 
 
 _held: weakref.WeakSet[StoreLock] = weakref.WeakSet()

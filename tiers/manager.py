@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from hoist.tiers.errors import ResidencyError
+from hoist.tiers.move_log import MoveLog
 
 #: Moves that are remembered for error messages, of all items together.
 HISTORY_MOVES = 512
@@ -142,6 +144,27 @@ class ManagerStatistics:
     """Moves noted so far."""
 
 
+class Resident(NamedTuple):
+    """One item that is in a buffer or in scratch: what :meth:`Manager.snapshot` copies."""
+
+    item: Item
+    state: State
+    num_bytes: int
+    in_buffer: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """The whole table at one moment, in no order, for readers that add it up."""
+
+    items: tuple[Resident, ...]
+    stashed: Mapping[tuple[int, int], int]
+    """Gradients that wait in scratch for a delayed update: bytes by stage and piece."""
+    resident_bytes: Mapping[Tier, int]
+    """As :attr:`ManagerStatistics.resident_bytes`."""
+    peak_bytes: Mapping[Tier, int]
+
+
 class _Record:
     """What is known of one item that is not just stored or absent."""
 
@@ -172,6 +195,9 @@ class _Counters:
         self.hits = self.misses = self.evictions = 0
 
 
+#: Position of each kind and state among theirs, as a :class:`MoveLog` has them.
+_KIND_INDEX = {kind: index for index, kind in enumerate(ItemKind)}
+_STATE_INDEX = {state: index for index, state in enumerate(State)}
 _RESIDENT = frozenset({State.FILLING, State.CLEAN, State.BOUND, State.DIRTY, State.WRITING})
 #: Kinds whose bytes always are on NVMe too: no record is kept while they are only there.
 _HOMED = frozenset(
@@ -210,6 +236,10 @@ class Manager:
         #: Last moves: item, state before, state after, what was asked for.
         self._history: deque[tuple[Item, State, State, str]] = deque(maxlen=HISTORY_MOVES)
         self._num_moves = 0
+        #: Gradients that wait in scratch for a delayed update: bytes by stage and piece.
+        self._stashed: dict[tuple[int, int], int] = {}
+        #: Moves since the last :meth:`swap_log`; None: nobody wants them.
+        self._log: MoveLog | None = None
 
     # ------------------------------------------------------------------ moves
 
@@ -327,12 +357,39 @@ class Manager:
             self._counters[kind].saved_read_bytes += read_bytes
             self._counters[kind].saved_written_bytes += written_bytes
 
+    def stash(self, stage: int, piece: int, num_bytes: int) -> None:
+        """The gradient of one piece has come to scratch, where it waits for its delayed update. Not again before
+        :meth:`unstash`, else ResidencyError.
+        """
+        with self._lock:
+            if (stage, piece) in self._stashed:
+                raise ResidencyError(f"gradient of stage {stage}, piece {piece}: stashed while one is waiting")
+            self._stashed[stage, piece] = num_bytes
+            self._count(ItemKind.GRADIENT, -1, num_bytes)
+            if self._log is not None:
+                self._note(self._log, ItemKind.GRADIENT, stage, piece, State.STORED, False, num_bytes)
+
+    def unstash(self, stage: int, piece: int) -> None:
+        """That update has been made: the waiting gradient is not needed any more. ResidencyError if there is none."""
+        with self._lock:
+            if (stage, piece) not in self._stashed:
+                raise ResidencyError(f"gradient of stage {stage}, piece {piece}: none is waiting")
+            num_bytes = self._stashed.pop((stage, piece))
+            self._count(ItemKind.GRADIENT, -1, -num_bytes)
+            if self._log is not None:
+                self._note(self._log, ItemKind.GRADIENT, stage, piece, State.ABSENT, False, 0)
+
     # ------------------------------------------------------------------ questions
 
     def state(self, item: Item) -> State:
         """The item's state now."""
         with self._lock:
             return self._state(item, self._records.get(item))
+
+    def resident_bytes(self) -> dict[Tier, int]:
+        """Bytes of items per tier now, as in :meth:`statistics`; cheap enough to be asked after every op."""
+        with self._lock:
+            return dict(self._held)
 
     def table(self) -> tuple[Residency, ...]:
         """Every item that is in a buffer or in scratch; weights and states that are not listed are on NVMe alone."""
@@ -349,6 +406,20 @@ class Manager:
                 )
                 for item, record in sorted(self._records.items(), key=lambda pair: (pair[0].kind.value, pair[0][1:]))
             )
+
+    def snapshot(self) -> Snapshot:
+        """The table in one pass, for whoever adds it up: under a microsecond an item."""
+        with self._lock:
+            return self._snapshot()
+
+    def swap_log(self) -> tuple[MoveLog | None, Snapshot, float]:
+        """Begin a new log of moves; returns the one before (None the first time), and what was where at the turn, with
+        the time (``time.perf_counter()``).
+        """
+        fresh = MoveLog()
+        with self._lock:
+            log, self._log = self._log, fresh
+            return log, self._snapshot(), perf_counter()
 
     def statistics(self) -> ManagerStatistics:
         """A snapshot of the counters."""
@@ -375,6 +446,19 @@ class Manager:
             )
 
     # ------------------------------------------------------------------ the lock is held below
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            items=tuple(
+                [
+                    Resident(item, record.state, record.num_bytes, record.buffer >= 0)
+                    for item, record in self._records.items()
+                ]
+            ),
+            stashed=dict(self._stashed),
+            resident_bytes=dict(self._held),
+            peak_bytes=dict(self._peaks),
+        )
 
     def _state(self, item: Item, record: _Record | None) -> State:
         if record is not None:
@@ -433,11 +517,22 @@ class Manager:
             del self._records[item]
         else:
             self._count(item.kind, -1, record.num_bytes)
+        if self._log is not None:
+            self._note(self._log, item.kind, item.first, item.second, State.STORED, False, record.num_bytes)
+
+    @staticmethod
+    def _note(
+        log: MoveLog, kind: ItemKind, first: int, second: int, state: State, in_buffer: bool, num_bytes: int
+    ) -> None:
+        log.note(perf_counter(), _KIND_INDEX[kind], first, second, _STATE_INDEX[state], in_buffer, num_bytes)
 
     def _move(self, item: Item, record: _Record, before: State, after: State, asked: str) -> None:
         record.state = after
         self._history.append((item, before, after, asked))
         self._num_moves += 1
+        if self._log is not None:
+            num_bytes = 0 if after is State.ABSENT else record.num_bytes
+            self._note(self._log, item.kind, item.first, item.second, after, record.buffer >= 0, num_bytes)
         if self._validate:
             self._check()
 
@@ -470,7 +565,7 @@ class Manager:
                 if item not in self._records:
                     raise ResidencyError(f"{kind.value} buffer {buffer}: its holder {item} has no record")
         held = dict.fromkeys(Tier, 0)
-        held[Tier.NVME] = self._stored_bytes + scratch
+        held[Tier.NVME] = self._stored_bytes + scratch + sum(self._stashed.values())
         for kind, num_bytes in resident.items():
             held[self._tiers[kind]] += num_bytes
         if resident != self._resident or held != self._held:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hoist.tiers import allocation, checksum, creation, drives
 from hoist.tiers import format as store_format
@@ -17,8 +17,10 @@ from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.errors import StoreFormatError
 from hoist.tiers.format import CommitRecord, StageChecksums
 from hoist.tiers.inventory import StoredChunk
-from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import StageLayout
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    from hoist.tiers.io.base import IoEngine
 
 
 @dataclass(kw_only=True, slots=True)

@@ -98,11 +98,13 @@ def change_drives(
     leaves = [drive for drive in old if not drive.weight]
     back = {drive.id for drive in leaves if any(_is(directory, places[drive.id]) for directory in add)}
     wanted = _wanted(old, new, leaving)
+    probed_bytes: dict[str, int] = {}
     if new or back:
         places |= {drive.id: directory for drive, directory in zip(wanted[len(old) :], new, strict=True)}
         staying = [drive for drive in wanted if drive.weight or drive.id in back]
         speeds = measure([places[drive.id] for drive in staying], engine, dealing.measured_bytes(store.layouts))
         wanted = _measured(wanted, {drive.id: speed for drive, speed in zip(staying, speeds, strict=True)})
+        probed_bytes = {drive.id: speed.probed_bytes for drive, speed in zip(staying, speeds, strict=True)}
     chunks = store.chunk_files()
     _check_space(moves(chunks, main, wanted), places)
     for drive in wanted[len(old) :]:
@@ -114,7 +116,11 @@ def change_drives(
             Marker(store_id=store.store_id, drive_id=drive.id, store=main).write(places[drive.id])
     if wanted != old:
         store.commit_drives(wanted)
-    moved_bytes = (redeal or Redeal)(main, engine, places).run(moves(chunks, main, wanted), progress)
+    if store.wear is not None:
+        for number, drive in enumerate(wanted):
+            probed = probed_bytes.get(drive.id, 0)
+            store.wear.add(number, written_bytes=probed, read_bytes=2 * probed)
+    moved_bytes = (redeal or Redeal)(main, store.counted(engine), places).run(moves(chunks, main, wanted), progress)
     gone = [drive for drive in wanted if not drive.weight]
     if gone:
         store.commit_drives([drive for drive in wanted if drive.weight])

@@ -10,12 +10,15 @@ from __future__ import annotations
 import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hoist.tiers import allocation
 from hoist.tiers import format as store_format
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.inventory import StoredChunk
-from hoist.tiers.io.base import IoEngine
+
+if TYPE_CHECKING:  # who only looks at a store does without the second that torch takes
+    from hoist.tiers.io.base import IoEngine
 
 
 class SharedFiles:

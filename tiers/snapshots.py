@@ -125,6 +125,7 @@ class SnapshotMaker:
         ``leave_bytes`` of the drive stay free besides, for the run's scratch. Raises StoreRefusedError, with numbers,
         if there is too little space, TransferError; nothing is left then.
         """
+        engine = self._store.counted(engine)
         with self._store.between_commits() as record:
             chunks = self._store.committed_chunks()
             bad = next(inventory.check_sizes(chunks), None)
@@ -157,6 +158,7 @@ class SnapshotMaker:
 
         Raises CorruptChunkError, naming the chunk, if one is not as it was committed: then there is no snapshot.
         """
+        engine = self._store.counted(engine)
         try:
             self.check(engine, buffer_bytes, progress)
             self.publish()
@@ -192,17 +194,15 @@ class SnapshotMaker:
                 self._link_or_copy(path)
         (self._making / store_format.CRC_DIRECTORY).mkdir()
         checksums = (source / record.checksum_file).read_bytes()
-        allocation.write_durably(self._making / record.checksum_file, checksums)
+        self._write(self._making / record.checksum_file, checksums)
         alone = replace(record, drives=tuple(drive for drive in record.drives if drive.get("path") == "."))
-        allocation.write_durably(self._making / store_format.COMMIT_NAME, store_format.encode_commit(alone))
+        self._write(self._making / store_format.COMMIT_NAME, store_format.encode_commit(alone))
         mark = {
             "automatic": self._automatic,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": record.step,
         }
-        allocation.write_durably(
-            self._making / store_format.SNAPSHOT_NAME, store_format.dump_json(mark, what="snapshot") + b"\n"
-        )
+        self._write(self._making / store_format.SNAPSHOT_NAME, store_format.dump_json(mark, what="snapshot") + b"\n")
 
     def link(self, chunks: Sequence[StoredChunk]) -> list[StoredChunk]:
         """Give the files a second name. Returns those that the file system would not link."""
@@ -263,7 +263,12 @@ class SnapshotMaker:
         try:
             os.link(path, target, follow_symlinks=False)
         except OSError:
-            allocation.write_durably(target, path.read_bytes())
+            self._write(target, path.read_bytes())
+
+    def _write(self, path: Path, data: bytes) -> None:
+        allocation.write_durably(path, data)
+        if self._store.wear is not None:
+            self._store.wear.add(written_bytes=len(data))
 
     def _check_space(self, chunks: Sequence[StoredChunk], leave_bytes: int) -> None:
         small = 2 * 4 * len(chunks)
@@ -320,6 +325,7 @@ def restore(store: Store, name: str, *, engine: IoEngine, progress: Progress | N
     chunk, if it is damaged, TransferError. The store is as it was then, and this object must not be used any more.
     """
     info = find(store.directory, name)
+    engine = store.counted(engine)
     kept = opening.read(info.directory)
     before = store.record
     if before is None or kept.record.store_id != store.store_id:

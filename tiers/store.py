@@ -29,10 +29,12 @@ from hoist.tiers.errors import CorruptChunkError, StoreRefusedError, TransferErr
 from hoist.tiers.format import CommitRecord, StageChecksums, StateArray
 from hoist.tiers.inventory import BadChunk, StoredChunk
 from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.counted import CountedEngine
 from hoist.tiers.layout import Piece, StageLayout
 from hoist.tiers.lock import StoreLock
 from hoist.tiers.sharing import SharedFiles
 from hoist.tiers.slots import ChunkState, SlotTable
+from hoist.tiers.wear import WearLedger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,7 @@ class Store:
         drives: tuple[Mapping[str, Any], ...],
         record: CommitRecord | None,
         checksums: list[StageChecksums] | None,
+        wear: WearLedger | None,
     ) -> None:
         """Not for callers: see :meth:`create` and :meth:`open`."""
         #: Absolute.
@@ -83,7 +86,9 @@ class Store:
         self.store_id = store_id
         #: The last commit; None before the first.
         self.record = record
-        self._engine = engine
+        #: Counts what is moved to and from the store's drives; None if the store is read-only.
+        self.wear = wear
+        self._engine = self.counted(engine)
         #: Held as long as the store is open for writing; None if it is read-only.
         self._lock = lock
         self._metadata_crc32c = metadata_crc32c
@@ -107,7 +112,7 @@ class Store:
         #: Stages whose frozen array was written since the store was created; all of them once there is a commit.
         self._frozen_written = {layout.index for layout in layouts if layout.frozen_bytes and record is not None}
         #: Committed chunk files that snapshots hold too; guarded by the gate.
-        self.shared = SharedFiles(directory, engine)
+        self.shared = SharedFiles(directory, self._engine)
         #: Guards slots and checksums; held through a commit. Looking up a slot to read is a single load, without it.
         self._gate = threading.Lock()
         #: Why nothing may be written any more; None as long as all is well.
@@ -172,6 +177,7 @@ class Store:
 
         made = [directory] if check() is DirectoryState.MISSING and creation.make_directory(directory) else []
         lock: StoreLock | None = None
+        wear: WearLedger | None = None
         untouched = True
         with contextlib.ExitStack() as claims:
             try:
@@ -185,11 +191,16 @@ class Store:
                 creation.remove_store(directory, engine)
                 for place in further:
                     store_drives.clear(place)
+                wear = WearLedger(
+                    directory, store_id=store_id, drives={share.drive.id: share.directory for share in shares}
+                )
                 creation.build(directory, metadata, shares, store_id, progress)
             except BaseException:
                 try:
                     if not untouched:
                         creation.remove_store(directory, engine)
+                        if wear is not None:
+                            wear.discard()
                 finally:
                     if lock is not None:
                         lock.release(remove=lock.created)
@@ -197,6 +208,9 @@ class Store:
                         with contextlib.suppress(OSError):  # not empty: another process was quicker to take the lock
                             place.rmdir()
                 raise
+        wear.add(written_bytes=sum(map(len, metadata.values())))
+        for number, one in enumerate(drives):  # each was written once, and read back twice
+            wear.add(number, written_bytes=one.probed_bytes, read_bytes=2 * one.probed_bytes)
         name = store_format.METADATA_NAME
         root = store_format.hoist_attributes(metadata[name], directory / name)
         return cls(
@@ -211,6 +225,7 @@ class Store:
             drives=tuple(share.drive.to_json() for share in shares),
             record=None,
             checksums=None,
+            wear=wear,
         )
 
     @classmethod
@@ -291,6 +306,7 @@ class Store:
                 drives=found.record.drives,
                 record=found.record,
                 checksums=found.checksums,
+                wear=None if lock is None else _ledger(directory, found.record),
             )
             every = inventory.all_chunks(directory, found.layouts, num_slots=found.num_slots)
             committed = store.committed_chunks()
@@ -319,6 +335,8 @@ class Store:
 
     def close(self) -> None:
         """Give the lock back. What was not committed is lost. Idempotent; the engine stays open."""
+        if not self._closed and self.wear is not None:
+            self.wear.save(durable=True)
         self._closed = True
         if self._lock is not None:
             self._lock.release()
@@ -333,6 +351,8 @@ class Store:
         self._closed = True
         directories = [self.directory, *store_drives.linked(self.directory)]
         creation.remove_store(self.directory, self._engine)
+        if self.wear is not None:
+            self.wear.discard()
         if self._lock is not None:
             self._lock.release(remove=True)
         for directory in directories:
@@ -346,6 +366,12 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def counted(self, engine: IoEngine) -> IoEngine:
+        """The engine, as whoever moves this store's bytes uses it: what it moves is counted. Need not be closed."""
+        if self.wear is None:
+            return engine
+        return CountedEngine(engine.inner if isinstance(engine, CountedEngine) else engine, self.wear)
 
     # --- chunks ---------------------------------------------------------------------------------------------------
 
@@ -482,6 +508,9 @@ class Store:
             paths = self._unflushed_paths()
             try:
                 self._check_present(paths)
+                if self.wear is not None:  # the sequence makes the directory's entries durable, this one's too
+                    self.wear.add(written_bytes=len(encoded) + len(checksums))
+                    self.wear.save(durable=True, synced=True)
                 flush_seconds = self.commit_sequence(self.directory, self._engine).run(
                     paths=paths,
                     checksum_file=record.checksum_file,
@@ -519,6 +548,8 @@ class Store:
         if self.record is None:
             raise RuntimeError(f"{self.directory}: nothing is committed yet")
         self._drives = tuple(drive.to_json() for drive in drives)
+        if self.wear is not None:
+            self.wear.cover({drive.id: drive.directory(self.directory) for drive in drives})
         return self.commit(step=self.record.step, adam_steps=self.record.adam_steps, run=self.record.run)
 
     @staticmethod
@@ -617,6 +648,12 @@ class Store:
             path.unlink(missing_ok=True)
             raise
         return path
+
+
+def _ledger(directory: Path, record: CommitRecord) -> WearLedger:
+    known = store_drives.registered(record, directory)
+    drives = {drive.id: drive.directory(directory) for drive in known}
+    return WearLedger(directory, store_id=record.store_id, drives=drives)
 
 
 def _copy(checksums: Sequence[StageChecksums]) -> list[StageChecksums]:

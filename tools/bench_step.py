@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     config = model_config(hidden=arguments.hidden, layers=arguments.layers, vocab=arguments.vocab)
-    shapes = [_shape(text) for text in arguments.shape] if arguments.shape else list(SHAPES)
+    shapes = [parse_shape(text) for text in arguments.shape] if arguments.shape else list(SHAPES)
     rows = [
         measure(
             arguments.directory.absolute(),
@@ -276,7 +276,8 @@ def main() -> None:
         show(rows)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """``64,2,4`` as seq_len, micro_batch_size, num_micro_batches."""
     seq_len, rows, count = (int(part) for part in text.split(","))
     return seq_len, rows, count
 

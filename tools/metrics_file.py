@@ -1,20 +1,19 @@
 """The `--metrics` file: one JSON object a step, and one an evaluation, a line each, appended whole or not at all.
 
-What is in a line is `hoist.scheduler.metrics.StepMetrics` or `evaluation.EvalRecord`.
+What is in a line is `hoist.scheduler.metrics.StepMetrics` or `evaluation.EvalRecord`. The store's own metrics, which
+are always written, are `hoist.scheduler.metrics_log`'s; how a line is appended, too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.metrics import StepMetrics
+from hoist.scheduler.metrics_log import LineFile
 from hoist.tools.errors import MetricsError
 from hoist.tools.evaluation import EvalRecord
 
@@ -43,34 +42,23 @@ class MetricsFile:
         """Raises MetricsError if the file cannot be opened."""
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = LineFile(path)
         except OSError as error:
             raise self._error(error) from error
 
     def write(self, metrics: StepMetrics | EvalRecord) -> None:
         """Append a step or an evaluation. Raises MetricsError; of its line nothing is in the file then."""
-        rest = (json.dumps(metrics.to_json()) + "\n").encode()
-        start = os.lseek(self._descriptor, 0, os.SEEK_END) if self._is_file() else 0
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            self._file.write(metrics.to_json())
         except OSError as error:
-            if self._is_file():
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, start)
             raise self._error(error) from error
-
-    def _is_file(self) -> bool:
-        return stat.S_ISREG(os.fstat(self._descriptor).st_mode)
 
     def _error(self, error: OSError) -> MetricsError:
         return MetricsError(f"--metrics {self._path}: cannot be written: {error.strerror}")
 
     def close(self) -> None:
         """Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,8 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
+from hoist.scheduler.trace import Trace
+from hoist.scheduler.trace_file import check_trace_path
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import DirectoryState, check_creatable, directory_state
 from hoist.tiers.dealing import measure, measured_bytes
@@ -61,6 +63,7 @@ def open_trainer(
     io: str = "auto",
     fresh: bool = False,
     verify: Literal["resume", "always", "never"] = "resume",
+    trace: str | Path | None = None,
 ) -> Iterator[Trainer]:
     """A trainer on the store in a directory: resumed from its last commit, or made, with ``model``'s weights.
 
@@ -72,13 +75,16 @@ def open_trainer(
     model instead, whose states stay in host memory. A resumed store has its own of these. ``fresh`` starts over in an
     existing store. ``verify``: compare every checksum before a store is resumed, ``always`` also those of what is read
     for updates, ``never`` only sizes. Several directories, the main one first and one on each further drive, make a new
-    store that is spread over them; an existing store needs its main one only.
+    store that is spread over them; an existing store needs its main one only. ``trace``: a file
+    that gets what every lane did, op by op, for ui.perfetto.dev; compressed if its name ends in ``.gz``.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
     """
     if verify not in ("resume", "always", "never"):
         raise ConfigError(f"verify: {verify!r} is not one of resume, always, never")
+    if trace is not None:
+        check_trace_path(Path(trace), "trace:")
     config = replace(config, verify_reads=config.verify_reads or verify == "always")
     directory, *further = (
         Path(place).absolute() for place in ([store] if isinstance(store, (str, Path)) else store)
@@ -103,7 +109,8 @@ def open_trainer(
                 "requires_grad off where they are frozen"
             )
         with open_module_trainer(
-            directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify
+            directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify,
+            trace=trace,
         ) as trainer:
             yield trainer
         return
@@ -177,7 +184,8 @@ def open_trainer(
             )
         yield cleanup.enter_context(
             Trainer(
-                model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup
+                model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup,
+                trace=None if trace is None else cleanup.enter_context(Trace(trace)),
             )
         )
 

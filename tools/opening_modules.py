@@ -15,6 +15,7 @@ from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import Setup, check_model, lay_out_stages, prepare
+from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import check_creatable
 from hoist.tiers.dealing import measure, measured_bytes
@@ -37,6 +38,7 @@ def open_module_trainer(
     resume: bool,
     fresh: bool,
     verify: Literal["resume", "always", "never"],
+    trace: str | Path | None = None,
 ) -> Iterator[Trainer]:
     """A trainer on the store in ``directory``, resumed or made with the modules' values; see :func:`open_trainer`."""
     baseline_bytes = warm_up()
@@ -67,7 +69,10 @@ def open_module_trainer(
                 )
             )
         trainer = cleanup.enter_context(
-            Trainer(model=model, store=store, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup)
+            Trainer(
+                model=model, store=store, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup,
+                trace=None if trace is None else cleanup.enter_context(Trace(trace)),
+            )
         )
         model.drop_initial_values()
         yield trainer

@@ -75,7 +75,7 @@ MINIMA: Mapping[str, int] = {
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
-NOT_REMEMBERED = frozenset({"store", "metrics", "fresh", "io", "verify", "max_chunk_elements", "given"})
+NOT_REMEMBERED = frozenset({"store", "metrics", "trace", "fresh", "io", "verify", "max_chunk_elements", "given"})
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
 WITHOUT_EFFECT = frozenset(
     {
@@ -188,6 +188,8 @@ class TrainOptions:
     """Width of ids in .bin files: 2 or 4."""
     metrics: str | None = None
     """File that gets one JSON object a step."""
+    trace: str | None = None
+    """File that gets what every lane did, for Chrome or Perfetto."""
     fresh: bool = False
     """Start over in an existing store."""
     given: frozenset[str] = field(default=frozenset(), repr=False)
@@ -236,7 +238,7 @@ class TrainOptions:
         self.lora_options()
         if not self.store:
             raise ConfigError("--store: nothing given; name a directory, or leave the option out")
-        for name in ("store", "model", "metrics"):
+        for name in ("store", "model", "metrics", "trace"):
             if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()

@@ -20,6 +20,7 @@ from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, check_slots, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
+from hoist.scheduler.trace_file import check_trace_path
 from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
@@ -86,6 +87,8 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
             check_metrics_path(Path(options.metrics))
+        if options.trace is not None:
+            check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
         layouts: tuple[StageLayout, ...] = ()
         if resume:

@@ -16,11 +16,6 @@ from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
 
 
-def promised_bytes(budget_bytes: int) -> int:
-    """Most anonymous and shared memory beyond the baseline that a budget allows: 1.1 times as much and 32 MiB."""
-    return budget_bytes * 11 // 10 + 32 * 2**20
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
     """What a store's run has done in all its calls; every commit keeps it."""

@@ -12,11 +12,11 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hoist.scheduler.memory import STATE_BYTES
+from hoist.scheduler.memory import STATE_BYTES, promised_bytes
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.invoked import command_name
-from hoist.tools.report import RunEnd, RunStart, promised_bytes
+from hoist.tools.report import RunEnd, RunStart
 from hoist.tools.sizes import show_bytes
 
 #: In a log, at most one line in so many seconds, besides the first and the last step.

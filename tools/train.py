@@ -23,6 +23,7 @@ from hoist.scheduler.delay import SHARES, StepTimes, choose
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers import allocation
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
@@ -74,7 +75,10 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
-            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation).run_to_end()
+            trace = None
+            if options.trace is not None:
+                trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
+            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation, trace).run_to_end()
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -276,6 +280,7 @@ class _Loop:
         report: Reporter,
         metrics_file: MetricsFile | None,
         evaluation: Evaluation | None,
+        trace: Trace | None,
     ) -> None:
         self._run = run
         self._store = store
@@ -286,6 +291,7 @@ class _Loop:
         self._report = report
         self._metrics_file = metrics_file
         self._evaluation = evaluation
+        self._trace = trace
         self._totals = run.totals
         self._last: StepMetrics | None = None
         self._step = run.step
@@ -322,6 +328,7 @@ class _Loop:
                 config=config,
                 baseline_bytes=run.baseline_bytes,
                 setup=setup,
+                trace=self._trace,
             ) as trainer,
             _explained(run, trainer),
             AutomaticSnapshots(
@@ -359,6 +366,7 @@ class _Loop:
                 f"the evaluation after step {trainer.step_number} was cut short by the signal, and is left out"
             )
         else:
+            trainer.log(found.to_json())
             if self._metrics_file is not None:
                 self._metrics_file.write(found)
             self._report.evaluation(found)

@@ -33,6 +33,7 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Kind
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
+from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
@@ -439,6 +440,9 @@ def trainer_on(
     steps: Sequence[Step],
     engine: Engine,
     recipe: Recipe | None = None,
+    *,
+    kind: type[Trainer] = Trainer,
+    trace: Trace | None = None,
     **settings: Any,
 ) -> Iterator[Trainer]:
     """A trainer on a store, which is made if it is not there. ``settings`` replace those that ``engine`` gives."""
@@ -455,7 +459,9 @@ def trainer_on(
         told = replace(told, **settings)
         with (
             store,
-            Trainer(model=staged, store=store, engine=files, config=told, setup=setup, baseline_bytes=0) as trainer,
+            kind(
+                model=staged, store=store, engine=files, config=told, setup=setup, baseline_bytes=0, trace=trace
+            ) as trainer,
         ):
             yield trainer
 

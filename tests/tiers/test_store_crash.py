@@ -233,6 +233,9 @@ def test_the_order_of_system_calls_of_a_commit(tmp_path: Path) -> None:
     done = run_python(SYSTEM_CALLS, tmp_path / "store")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().split("|") == [
+        "write wear.json.tmp",  # its name is made durable with the commit's
+        "fsync wear.json.tmp",
+        "rename wear.json.tmp",
         "write 2.bin",
         "fsync 2.bin",
         "fsync crc",

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from hoist.scheduler.memory import promised_bytes
 from hoist.scheduler.metrics import CommitTotals, StepMetrics
-from hoist.tools.report import RunEnd, Totals, promised_bytes
+from hoist.tools.report import RunEnd, Totals
 from hoist.tools.show import Display, _clipped
 
 MIB = 2**20

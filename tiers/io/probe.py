@@ -34,6 +34,8 @@ class Bandwidth:
     """Every byte read back was the byte written."""
     direct: bool
     """Nothing went through the page cache."""
+    probed_bytes: int = 0
+    """What was written, and read back twice."""
 
 
 def measure_bandwidth(
@@ -121,6 +123,7 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
         write_bytes_per_second=total / (written - started),
         verified=not wrong,
         direct=engine.statistics().buffered_bytes == buffered_before,
+        probed_bytes=total,
     )
 
 

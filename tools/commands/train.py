@@ -197,6 +197,14 @@ def train(
         str | None,
         typer.Option(metavar="FILE", rich_help_panel=_RUN, help="Append one JSON object a step to this file."),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_RUN,
+            help="Write what every lane did, op by op, to this file, for ui.perfetto.dev or chrome://tracing. What it "
+            "held is replaced; .json.gz is compressed.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -1,0 +1,143 @@
+"""Adds the residency table up: where the bytes of each stage's weights, moments, gradients and activations are.
+
+The table is `tiers/manager.py`'s, the records `status.py`'s. Nothing here looks at a buffer or a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES
+from hoist.scheduler.status import StateBytes
+from hoist.tiers.layout import Piece, StageLayout
+from hoist.tiers.manager import Item, ItemKind, Snapshot, State, Tier
+
+#: Positions in :data:`hoist.scheduler.status.STATE_KINDS`.
+WEIGHTS, MOMENTS, GRADIENTS, ACTIVATIONS = range(4)
+_NOTHING = StateBytes()
+#: Records that are remembered: some 300 bytes each.
+_MOST_MADE = 8192
+#: What NVMe has in scratch alone, if at all; of all other kinds it has the newest version unless a buffer's is newer.
+_PASSING = frozenset({ItemKind.GRADIENT, ItemKind.ACTIVATION})
+_DIRTY = frozenset({State.DIRTY, State.WRITING})
+_WHOLE_KINDS = {
+    ItemKind.WEIGHTS: WEIGHTS,
+    ItemKind.KEPT_WEIGHTS: WEIGHTS,
+    ItemKind.KEPT_FROZEN: WEIGHTS,
+    ItemKind.KEPT_MOMENTS: MOMENTS,
+    ItemKind.GRADIENT: GRADIENTS,
+    ItemKind.ACTIVATION: ACTIVATIONS,
+}
+
+
+class Whereabouts:
+    """Knows what each stage has in all, and splits what the table knows as one: a piece's weights and moments."""
+
+    def __init__(
+        self,
+        layouts: Sequence[StageLayout],
+        pieces: Sequence[Sequence[Piece]],
+        kept_weights: Sequence[frozenset[int]],
+        tiers: Mapping[ItemKind, Tier],
+    ) -> None:
+        """``pieces``: per stage, the cuts that the table's items have. ``kept_weights``: per stage, the chunks whose
+        weights are items of their own. ``tiers``: where the buffers of a kind are.
+        """
+        #: Per stage, 1 a piece whose weights are in its state slot beside its moments.
+        self._with_weights = [
+            [piece.chunk not in kept for piece in stage] for stage, kept in zip(pieces, kept_weights, strict=True)
+        ]
+        #: Per stage and chunk, the first piece.
+        self._first_pieces: list[dict[int, int]] = []
+        for stage in pieces:
+            first: dict[int, int] = {}
+            for piece in stage:
+                first.setdefault(piece.chunk, piece.index)
+            self._first_pieces.append(first)
+        self._tiers = dict(tiers)
+        #: Per stage, bytes of weights (frozen ones included) and of moments that the store has one version of.
+        self._stored = [
+            (
+                WEIGHT_BYTES * sum(layout.used_elements()) + layout.frozen_bytes,
+                MOMENT_BYTES * sum(layout.used_elements()),
+            )
+            for layout in layouts
+        ]
+        #: Per stage, what is told of it while nothing is in memory.
+        self.at_rest = tuple(
+            (StateBytes(nvme=weights), StateBytes(nvme=moments), _NOTHING, _NOTHING)
+            for weights, moments in self._stored
+        )
+        #: Records made so far: most stages are in one of few states, document after document.
+        self._made: dict[tuple[int, ...], StateBytes] = {}
+
+    def split(self, item: Item, num_bytes: int) -> tuple[tuple[int, int], ...]:
+        """The kinds of state that an item holds, by position in STATE_KINDS, each with its bytes."""
+        if item.kind is not ItemKind.STATES:
+            return ((_WHOLE_KINDS[item.kind], num_bytes),)
+        if not self._with_weights[item.first][item.second]:
+            return ((MOMENTS, num_bytes),)
+        weights = num_bytes * WEIGHT_BYTES // (WEIGHT_BYTES + MOMENT_BYTES)
+        return ((WEIGHTS, weights), (MOMENTS, num_bytes - weights))
+
+    def second_number(self, item: Item) -> int:
+        """What tells items of one kind of state and stage apart: a piece, of a kept chunk the first one; a
+        micro-batch; -1 for what is of the whole stage, -2 for its frozen tensors that are kept.
+        """
+        match item.kind:
+            case ItemKind.KEPT_WEIGHTS | ItemKind.KEPT_MOMENTS:
+                return self._first_pieces[item.first][item.second]
+            case ItemKind.WEIGHTS | ItemKind.GRADIENT:
+                return -1
+            case ItemKind.KEPT_FROZEN:
+                return -2
+            case _:
+                return item.second
+
+    def stages(self, table: Snapshot) -> tuple[tuple[StateBytes, ...], ...]:
+        """Per stage and kind of state, where its bytes are."""
+        # Rows of the numbers of a StateBytes, of what is not at rest.
+        rows: dict[tuple[int, int], list[int]] = {}
+        for item, state, num_bytes, in_buffer in table.items:
+            for kind, part in self.split(item, num_bytes):
+                row = rows.get((item.first, kind))
+                if row is None:
+                    nvme = self._stored[item.first][kind] if kind in (WEIGHTS, MOMENTS) else 0
+                    row = rows[item.first, kind] = [nvme, 0, 0, 0, 0, 0, 0]
+                self._add(row, item.kind, state, part, in_buffer)
+        for (stage, _), num_bytes in table.stashed.items():
+            rows.setdefault((stage, GRADIENTS), [0] * 7)[0] += num_bytes
+        found: dict[int, list[StateBytes]] = {}
+        for (stage, kind), row in rows.items():
+            found.setdefault(stage, list(self.at_rest[stage]))[kind] = self._record(tuple(row))
+        return tuple(tuple(found[stage]) if stage in found else rest for stage, rest in enumerate(self.at_rest))
+
+    def _add(self, row: list[int], kind: ItemKind, state: State, num_bytes: int, in_buffer: bool) -> None:
+        dirty = state in _DIRTY
+        if kind in _PASSING:
+            if not dirty:
+                row[0] += num_bytes  # it is in scratch
+        elif dirty:
+            row[0] -= num_bytes  # what NVMe has is older
+        if not in_buffer:
+            return
+        row[2 if self._tiers.get(kind) is Tier.DEVICE else 1] += num_bytes
+        if dirty:
+            row[3] += num_bytes
+            if state is State.WRITING:
+                row[5] += num_bytes
+        elif state is State.FILLING:
+            row[4] += num_bytes
+        elif state is State.BOUND:
+            row[6] += num_bytes
+
+    def _record(self, numbers: tuple[int, ...]) -> StateBytes:
+        made = self._made.get(numbers)
+        if made is None:
+            if len(self._made) > _MOST_MADE:
+                self._made.clear()
+            nvme, host, device, dirty, filling, writing, bound = numbers
+            made = self._made[numbers] = StateBytes(
+                nvme=nvme, host=host, device=device, dirty=dirty, filling=filling, writing=writing, bound=bound
+            )
+        return made

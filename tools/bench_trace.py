@@ -1,0 +1,193 @@
+"""What a trace costs: python -m hoist.tools.bench_trace --directory /nvme
+
+Two trainers of the same model, one with a trace and one without, take turns, a step each, and then in the other order.
+Wall time varies with the machine; processor time, of all threads and of the one that writes, says what the trace adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from transformers import LlamaConfig
+
+from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.scheduler.batches import Batch
+from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.models import build_model
+from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.stages import split
+from hoist.scheduler.trace import Trace
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.footprint import warm_up
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.choose import choose_engine
+from hoist.tools.bench_step import batches, model_config, parse_shape
+from hoist.tools.sizes import parse_bytes, show_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """Of one step."""
+
+    seconds: float
+    processor_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What was measured. A step ends when its updates have."""
+
+    num_pairs: int
+    plain_seconds: float
+    """A step without a trace; median."""
+    traced_seconds: float
+    """A step with one; median."""
+    ratio: float
+    """Wall time of a traced step over that of the plain one beside it; median over the pairs."""
+    ratio_quartiles: tuple[float, float]
+    processor_ratio: float
+    """Processor time of all threads, the same way."""
+    processor_quartiles: tuple[float, float]
+    trace_bytes_per_step: int
+
+
+def measure(
+    directory: Path, *, host_memory_bytes: int, hidden: int, layers: int, shape: tuple[int, int, int], pairs: int
+) -> Result:
+    """Run ``pairs`` steps of each side, in turns."""
+    config = model_config(hidden=hidden, layers=layers, vocab=4096)
+    seq_len, rows, count = shape
+    warm_up()
+    feed = batches(config, shape)
+    with ExitStack() as cleanup:
+        engine = cleanup.enter_context(choose_engine())
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="bench-trace-")))
+        options = TrainerConfig(
+            host_memory_bytes=host_memory_bytes,
+            micro_batch_size=rows,
+            seq_len=seq_len,
+            num_micro_batches=count,
+            optimizer=AdamWHyperparameters(lr=1e-4),
+            schedule=Schedule(kind="constant", lr=1e-4, num_steps=pairs + 1),
+        )
+        path = folder / "trace.json"
+        trace = cleanup.enter_context(Trace(path))
+        plain, traced = (
+            cleanup.enter_context(_trainer(folder / name, config, options, engine, each))
+            for name, each in (("plain", None), ("traced", trace))
+        )
+        _step(plain, next(feed), None)
+        _step(traced, next(feed), trace)
+        before_bytes = path.stat().st_size
+        without: list[_Times] = []
+        with_it: list[_Times] = []
+        for pair in range(pairs):
+            batch = next(feed)
+            if pair % 2:
+                without.append(_step(plain, batch, None))
+            with_it.append(_step(traced, batch, trace))
+            if not pair % 2:
+                without.append(_step(plain, batch, None))
+        trace_bytes = path.stat().st_size - before_bytes
+    wall = [theirs.seconds / own.seconds for theirs, own in zip(with_it, without, strict=True)]
+    processor = [theirs.processor_seconds / own.processor_seconds for theirs, own in zip(with_it, without, strict=True)]
+    return Result(
+        num_pairs=pairs,
+        plain_seconds=statistics.median(own.seconds for own in without),
+        traced_seconds=statistics.median(theirs.seconds for theirs in with_it),
+        ratio=statistics.median(wall),
+        ratio_quartiles=_quartiles(wall),
+        processor_ratio=statistics.median(processor),
+        processor_quartiles=_quartiles(processor),
+        trace_bytes_per_step=trace_bytes // pairs,
+    )
+
+
+@contextmanager
+def _trainer(
+    directory: Path, config: LlamaConfig, options: TrainerConfig, engine: IoEngine, trace: Trace | None
+) -> Iterator[Trainer]:
+    """A trainer on a new store."""
+    staged = split(build_model(config))
+    setup = prepare(staged, lay_out_stages(staged), options)
+    with (
+        create_store(
+            directory, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
+        ) as store,
+        Trainer(model=staged, store=store, engine=engine, config=options, setup=setup, trace=trace) as trainer,
+    ):
+        yield trainer
+
+
+def _step(trainer: Trainer, batch: Sequence[Batch], trace: Trace | None) -> _Times:
+    """A step with its updates and, if there is a trace, until all of it is written."""
+    began, processor_began = time.perf_counter(), time.process_time()
+    trainer.step(batch)
+    trainer.wait()
+    if trace is not None:
+        trace.flush()
+    return _Times(
+        seconds=time.perf_counter() - began, processor_seconds=time.process_time() - processor_began
+    )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def show(result: Result) -> None:
+    """Print what was found."""
+    console = Console()
+    console.print(
+        f"a step: {result.plain_seconds:.3f} s without a trace, {result.traced_seconds:.3f} s with one "
+        f"(medians of {result.num_pairs}); the trace has {show_bytes(result.trace_bytes_per_step)} a step",
+        highlight=False, soft_wrap=True,
+    )
+    for what, ratio, (low, high) in (
+        ("wall time", result.ratio, result.ratio_quartiles),
+        ("processor time", result.processor_ratio, result.processor_quartiles),
+    ):
+        console.print(
+            f"{what}: {ratio - 1:+.1%} with a trace (median of pairs; half of them {low - 1:+.1%} to {high - 1:+.1%})",
+            highlight=False, soft_wrap=True,
+        )
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(), help="where the stores are made (and removed)")
+    parser.add_argument("--host-memory", default="96MiB", help="budget of each trainer")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--shape", default="64,2,4", help="seq,B,M")
+    parser.add_argument("--pairs", type=int, default=20, help="steps of each side")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    arguments = parser.parse_args()
+    result = measure(
+        arguments.directory.absolute(),
+        host_memory_bytes=parse_bytes(arguments.host_memory),
+        hidden=arguments.hidden,
+        layers=arguments.layers,
+        shape=parse_shape(arguments.shape),
+        pairs=arguments.pairs,
+    )
+    if arguments.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
