@@ -34,7 +34,7 @@ def report_of(facts: RunFacts) -> Report:
     return Report(
         title=f"{store.model}: {facts.directory}",
         subtitle=f"{times(store.num_parameters, 'parameter')} in {times(len(store.stage_names), 'stage')}, "
-        f"committed at step {store.step:,}; {facts.state()}; report of {when} by hoist {__version__}",
+        f"committed at step {store.step:,}; {facts.state}; report of {when} by hoist {__version__}",
         cards=_cards(facts),
         about=_about(facts, when),
         sections=(
@@ -52,10 +52,10 @@ def report_of(facts: RunFacts) -> Report:
 
 def _cards(facts: RunFacts) -> list[tuple[str, str]]:
     """The run in a few numbers."""
-    cards = [("state", facts.state().split(":")[0])]
+    cards = [("state", facts.state)]
     last = facts.last
     if last is not None:
-        total = facts.status.position.num_steps if facts.status is not None else None
+        total = facts.store.num_steps
         cards.append(("step", f"{last.step:,} of {total:,}" if total else f"{last.step:,}"))
         if last.loss is not None:
             cards.append(("loss", f"{last.loss:.4f}"))
@@ -79,7 +79,7 @@ def _about(facts: RunFacts, when: str) -> list[tuple[str, str]]:
         ("store", f"{facts.directory} ({store.store_id})"),
         ("made by", f"{store.created_by}, on {times(store.num_drives, 'drive')}"),
         ("committed step", f"{store.step:,}"),
-        ("state", facts.state()),
+        ("state", facts.message),
     ]
     if status is not None:
         started, written = (_clock(at) for at in (status.started_at, status.written_at))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hoist.tiers.format import METRICS_NAME, STATUS_NAME, WEAR_NAME
 from hoist.tools.run_report_charts import Bar, Chart, Curve, bars, curves
-from hoist.tools.run_report_facts import RunFacts, number, whole
+from hoist.tools.run_report_facts import RunFacts, number
 from hoist.tools.run_report_parts import (
     Cell,
     Figure,
@@ -290,8 +290,7 @@ def wear(facts: RunFacts) -> Section:
         written = float(of_steps)
         notes.append("What making the store, commits after the last step and snapshots wrote is not counted here: "
                      + facts.why(WEAR_NAME))  # fmt: skip
-    num_steps = facts.status.position.num_steps if facts.status is not None else None
-    num_steps = num_steps or whole(facts.store.options.get("steps"))
+    num_steps = facts.store.num_steps
     done = steps[-1].step if steps else facts.store.step
     projected = None
     if num_steps and per_step is not None and num_steps > done:

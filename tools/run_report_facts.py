@@ -6,24 +6,18 @@ Reads small files alone, takes no lock and changes nothing, so a run may go on. 
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hoist.scheduler.status import RunState, RunStatus
-from hoist.tiers import opening
-from hoist.tiers.errors import StoreRefusedError
-from hoist.tiers.format import COMMIT_NAME, METRICS_NAME, SNAPSHOT_NAME, STATUS_NAME, TIMELINE_NAME, WEAR_NAME
+from hoist.scheduler.metrics_log import Recorded, read_metrics
+from hoist.scheduler.status import RunStatus
+from hoist.tiers.format import METRICS_NAME, STATUS_NAME, TIMELINE_NAME, WEAR_NAME
+from hoist.tiers.small_files import Unusable, read_object
+from hoist.tools.inspection import Inspection, inspect_store
 from hoist.tools.run_report_timeline import Timeline
-
-#: A status document older than so many of its own intervals is no sign of life any more.
-SILENT_INTERVALS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,20 +71,17 @@ class StoreFacts:
     """Those that are trained."""
     num_frozen: int
     """Those that are not."""
-    frozen_bytes: int
-    """Of their arrays, buffers included."""
     stage_names: tuple[str, ...]
     store_id: str
     created_by: str
     """Name and version of the hoist that made it."""
     step: int
     """Of the last commit."""
+    num_steps: int | None
+    """Of the whole run; None if that is not known."""
     options: Mapping[str, Any]
     """Options of `hoist train` that the commit keeps; empty for a run of another program."""
-    totals: Mapping[str, Any]
-    """What the run has done until the commit; empty likewise."""
     num_drives: int
-    is_snapshot: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +93,12 @@ class RunFacts:
     made_at: float
     """When the facts were gathered; seconds since 1970."""
     store: StoreFacts
+    state: str
+    """What goes on in the store, in a word: see `hoist.tools.inspection.Condition`."""
+    message: str
+    """The same in a sentence."""
     status: RunStatus | None
+    """What the run told last."""
     steps: tuple[StepFacts, ...]
     """By step, each once: the last line that a step has."""
     evaluations: tuple[EvalFacts, ...]
@@ -128,195 +124,117 @@ class RunFacts:
         """Why a file gave nothing, as a sentence."""
         return self.problems.get(name, f"{name} does not say.")
 
-    def state(self) -> str:
-        """What the run is doing, for people."""
-        status = self.status
-        if status is None:
-            if self.store.is_snapshot:
-                return "a snapshot: it is read, never trained in"
-            return "not known: no status has been written"
-        match status.state:
-            case RunState.ENDED:
-                return "ended"
-            case RunState.FAILED:
-                return f"failed: {status.error}" if status.error else "failed"
-        silent = self.made_at - status.written_at
-        if status.hostname == socket.gethostname() and status.pid > 0 and not _process_is_there(status.pid):
-            return f"gone: process {status.pid} is not there any more, and it has not said how it ended"
-        if silent > SILENT_INTERVALS * max(status.interval_seconds, 1.0):
-            return f"silent for {silent:.0f} s: its process hangs, is stopped, or is gone"
-        return "running"
-
 
 def gather(directory: Path) -> RunFacts:
     """Read what is there of a store's run.
 
-    Raises StoreRefusedError if there is no store, StoreFormatError if its metadata or commit cannot be read. What the
-    run should have left and did not, or what is torn, is a problem and no error.
+    Raises StoreRefusedError if there is no store. What the run should have left and did not, what is torn, and what is
+    damaged of the store, is a problem and no error.
     """
-    shown = str(directory)
-    directory = directory.absolute()
-    if not (directory / COMMIT_NAME).is_file():
-        raise StoreRefusedError(opening.why_no_commit(directory))
-    store = _store(directory)
+    found = inspect_store(directory)
+    where = found.view.directory
     problems: dict[str, str] = {}
-    if store.is_snapshot:
+    if found.view.is_snapshot:
         for name in (STATUS_NAME, METRICS_NAME, TIMELINE_NAME, WEAR_NAME):
             problems[name] = f"This is a snapshot: {name} stays in the store that it was made of."
-        steps: tuple[StepFacts, ...] = ()
-        evaluations: tuple[EvalFacts, ...] = ()
-        status, timeline, wear = None, None, {}
+        recorded, timeline, wear = Recorded(steps=(), evaluations=()), None, {}
     else:
-        status = _status(directory, store, problems)
-        steps, evaluations = _metrics(directory, store, problems)
-        timeline = _timeline(directory, problems)
-        wear = _document(directory / WEAR_NAME, problems, "what the store has written") or {}
+        if found.status is None:
+            told = [note for note in found.notes if STATUS_NAME in note]
+            problems[STATUS_NAME] = _sentence(told[0]) if told else _missing(STATUS_NAME, "what the run is doing")
+        recorded = _metrics(where / METRICS_NAME, problems)
+        timeline = _timeline(where / TIMELINE_NAME, problems)
+        wear = _document(where / WEAR_NAME, problems, "what the store has written") or {}
+        if wear and wear.get("store_id") != found.view.store_id:
+            problems[WEAR_NAME] = f"{WEAR_NAME} is another store's, and is passed over."
+            wear = {}
+    if found.damage:
+        problems["damage"] = _sentence("; ".join(found.damage))
     return RunFacts(
-        directory=shown,
-        made_at=time.time(),
-        store=store,
-        status=status,
-        steps=steps,
-        evaluations=evaluations,
+        directory=str(directory),
+        made_at=found.seen_at,
+        store=_store(found),
+        state=found.condition.value,
+        message=found.message,
+        status=found.status,
+        steps=tuple(_step(line) for line in recorded.steps),
+        evaluations=tuple(
+            EvalFacts(
+                step=line["step"],
+                loss=number(line.get("eval_loss")),
+                counted=whole(line.get("eval_counted")),
+                seconds=number(line.get("eval_seconds")),
+            )
+            for line in recorded.evaluations
+        ),
         timeline=timeline,
         wear=wear,
         problems=problems,
     )
 
 
-def _store(directory: Path) -> StoreFacts:
-    opened = opening.read(directory)
-    model = opened.attributes.get("model")
-    model = model if isinstance(model, Mapping) else {}
-    kind = model.get("type")
-    name = str(model.get("name") or "a model without a name")
-    frozen = [placed.spec for layout in opened.layouts for placed in layout.frozen if placed.spec.frozen_weight]
-    run = opened.record.run
+def _store(found: Inspection) -> StoreFacts:
+    view = found.view
+    kind = _mapping(view.attributes.get("model")).get("type")
+    run = view.record.run if view.record is not None else {}
     return StoreFacts(
-        model=f"{name} ({kind})" if kind else name,
-        num_parameters=sum(placed.spec.num_elements for layout in opened.layouts for placed in layout.trainable),
-        num_frozen=sum(spec.num_elements for spec in frozen),
-        frozen_bytes=sum(layout.frozen_bytes for layout in opened.layouts),
-        stage_names=tuple(layout.name for layout in opened.layouts),
-        store_id=opened.record.store_id,
-        created_by=_created_by(directory),
-        step=opened.record.step,
+        model=f"{found.model} ({kind})" if kind else found.model,
+        num_parameters=found.num_parameters,
+        num_frozen=found.num_frozen,
+        stage_names=tuple(layout.name for layout in view.layouts),
+        store_id=view.store_id or "without an id",
+        created_by=view.created_by or "an unknown program",
+        step=view.record.step if view.record is not None else 0,
+        num_steps=found.num_steps,
         options=_mapping(run.get("options")),
-        totals=_mapping(run.get("totals")),
-        num_drives=max(1, len(opened.record.drives)),
-        is_snapshot=(directory / SNAPSHOT_NAME).exists(),
+        num_drives=max(1, len(view.record.drives)) if view.record is not None else 1,
     )
-
-
-def _created_by(directory: Path) -> str:
-    document = json.loads((directory / "zarr.json").read_bytes())
-    return str(document["attributes"]["hoist"].get("created_by", "an unknown version"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _process_is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # somebody else's
-    return True
-
-
 # --- what the run leaves --------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, problems: dict[str, str], what: str) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        problems[path.name] = f"There is no {path.name}, which says {what}: a run writes it."
-    except OSError as error:
-        problems[path.name] = f"{path.name} cannot be read: {error.strerror}."
-    return None
+def _sentence(text: str) -> str:
+    return f"{text.rstrip('.')}."
+
+
+def _missing(name: str, what: str) -> str:
+    return f"There is no {name}, which says {what}: a run writes it."
 
 
 def _document(path: Path, problems: dict[str, str], what: str) -> dict[str, Any] | None:
     """A JSON object, or None and a problem."""
-    data = _read(path, problems, what)
-    if data is None:
+    if not path.exists():
+        problems[path.name] = _missing(path.name, what)
         return None
+    found = read_object(path)
+    if isinstance(found, Unusable):
+        problems[path.name] = _sentence(f"{found.detail[:300]}; it is passed over")
+        return None
+    return found
+
+
+def _metrics(path: Path, problems: dict[str, str]) -> Recorded:
     try:
-        document = json.loads(data)
-        if not isinstance(document, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        problems[path.name] = f"{path.name} is not whole, and is passed over ({str(error)[:200]})."
-        return None
-    return document
-
-
-def _status(directory: Path, store: StoreFacts, problems: dict[str, str]) -> RunStatus | None:
-    document = _document(directory / STATUS_NAME, problems, "what the run is doing")
-    if document is None:
-        return None
-    try:
-        status = RunStatus.from_json(document)
-    except ValueError as error:
-        problems[STATUS_NAME] = f"{STATUS_NAME} is not a status that this hoist reads ({str(error)[:200]})."
-        return None
-    if status.store_id and status.store_id != store.store_id:
-        problems[STATUS_NAME] = f"{STATUS_NAME} is another store's, and is passed over."
-        return None
-    return status
-
-
-def _metrics(
-    directory: Path, store: StoreFacts, problems: dict[str, str]
-) -> tuple[tuple[StepFacts, ...], tuple[EvalFacts, ...]]:
-    """Steps and evaluations; of several lines for a step the last one counts, and a torn last line does not."""
-    data = _read(directory / METRICS_NAME, problems, "what each step did")
-    steps: dict[int, StepFacts] = {}
-    evaluations: dict[int, EvalFacts] = {}
-    newest = 0
-    lines = (data or b"").splitlines()
-    num_bad = 0
-    for place, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-            step = found["step"]
-            if type(step) is not int:
-                raise ValueError("step")
-            if "eval_loss" in found:
-                evaluations[step] = EvalFacts(
-                    step=step,
-                    loss=number(found.get("eval_loss")),
-                    counted=whole(found.get("eval_counted")),
-                    seconds=number(found.get("eval_seconds")),
-                )
-            else:
-                # After a crash or a restore steps come again: what was written of them and of later ones is undone.
-                for undone in range(step, newest + 1):
-                    steps.pop(undone, None)
-                    evaluations.pop(undone, None)
-                steps[step], newest = _step(step, found), step
-        except (ValueError, TypeError, KeyError, RecursionError):
-            num_bad += place < len(lines)
-    if num_bad:
-        lines_are = "1 line is" if num_bad == 1 else f"{num_bad} lines are"
-        problems[METRICS_NAME] = f"{METRICS_NAME}: {lines_are} not whole and left out."
-    elif data is not None and not steps:
-        problems[METRICS_NAME] = f"{METRICS_NAME} has no step yet."
-    return (
-        tuple(steps[step] for step in sorted(steps)),
-        tuple(evaluations[step] for step in sorted(evaluations)),
-    )
+        recorded = read_metrics(path)
+    except OSError as error:
+        problems[path.name] = f"{path.name} cannot be read: {error.strerror}."
+        return Recorded(steps=(), evaluations=())
+    if not recorded.steps:
+        there = f"{path.name} has no step yet." if path.exists() else _missing(path.name, "what each step did")
+        problems[path.name] = there
+    return recorded
 
 
 _WHOLE = frozenset(spec.name for spec in fields(StepFacts) if "int" in str(spec.type))
 _LANES = ("busy_seconds", "stall_seconds")
 
 
-def _step(step: int, found: Mapping[str, Any]) -> StepFacts:
+def _step(found: Mapping[str, Any]) -> StepFacts:
     numbers = {
         spec.name: (whole if spec.name in _WHOLE else number)(found.get(spec.name))
         for spec in fields(StepFacts)
@@ -328,7 +246,7 @@ def _step(step: int, found: Mapping[str, Any]) -> StepFacts:
         }
         for name in _LANES
     }
-    return StepFacts(step=step, **numbers, **lanes)  # type: ignore[arg-type]  # names and types go together above
+    return StepFacts(step=found["step"], **numbers, **lanes)  # type: ignore[arg-type]  # names and types go together above
 
 
 def number(value: Any) -> float | None:
@@ -343,13 +261,13 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _timeline(directory: Path, problems: dict[str, str]) -> Timeline | None:
-    document = _document(directory / TIMELINE_NAME, problems, "what ran when within a step")
+def _timeline(path: Path, problems: dict[str, str]) -> Timeline | None:
+    document = _document(path, problems, "what ran when within a step")
     if document is None:
         return None
     try:
         return Timeline.from_json(document)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         seen = f"{type(error).__name__}: {error}"[:200]
-        problems[TIMELINE_NAME] = f"{TIMELINE_NAME} is not a timeline that this hoist reads ({seen})."
+        problems[path.name] = f"{path.name} is not a timeline that this hoist reads ({seen})."
         return None

@@ -134,7 +134,7 @@ def _placed(section: Section) -> Iterator[tuple[Figure, bool]]:
     """The figures, and whether each takes the width of the page: big ones, and those that would stand alone."""
     is_left = True
     figures = section.figures
-    for figure, after in zip(figures, [*figures[1:], None], strict=True):
+    for figure, after in zip(figures, [*figures[1:], None], strict=False):
         wide = figure.chart.big or (is_left and (after is None or after.chart.big))
         is_left = wide or not is_left
         yield figure, wide
