@@ -1,4 +1,4 @@
-"""The kinds of charts of a report, as Vega-Lite specifications made and checked with Altair: curves, bars, stretches.
+"""The kinds of charts of a report, as Vega-Lite specifications made with Altair: curves, bars, stretches.
 
 Colours are names ("@blue"), which the page and the picture replace by theirs. What is drawn is said elsewhere:
 `run_report_run.py` and `run_report_step.py`.
@@ -85,7 +85,7 @@ def curves(
     y_scale = altair.Scale(type="log") if log_y else altair.Scale(zero=from_zero)
     x = altair.X("x:Q", title=x_title, scale=x_scale, axis=x_axis)
     highest = max((abs(row["y"]) for row in rows if row["y"] is not None), default=0.0)
-    y_axis = altair.Axis(format="~s" if highest >= 10_000 and not log_y else ",~g", tickCount=5)
+    y_axis = altair.Axis(format="~s" if highest >= 10_000 and not log_y else ",.4~r", tickCount=5)
     y = altair.Y("y:Q", title=y_title, scale=y_scale, axis=y_axis)
     legend = None if len(found) == 1 else altair.Legend(title=None, symbolType="stroke", symbolSize=300)
     colour = altair.Color(
@@ -142,7 +142,7 @@ def bars(
     largest = max((bar.value for bar in found), default=0.0)
     scale = altair.Scale(domain=[0, top if top is not None else 1.55 * largest or 1.0], nice=False)
     base = altair.Chart(altair.NamedData(name=name)).encode(
-        y=altair.Y("l:N", title=None, sort=labels, axis=altair.Axis(ticks=False, domain=False)),
+        y=altair.Y("l:N", title=None, sort=labels, axis=altair.Axis(ticks=False, domain=False, labelLimit=150)),
         x=altair.X(
             "v:Q", title=title, scale=scale, stack="zero" if not labelled else None,
             axis=altair.Axis(format=format, tickCount=5),
@@ -210,7 +210,7 @@ def spans(
 
 
 def _chart(chart: Any, datasets: Mapping[str, Sequence[Row]], *, height: int, big: bool = False) -> Chart:
-    spec = chart.to_dict(format="vega-lite")
+    spec = chart.to_dict(validate=False, format="vega-lite")  # tests validate; here it would take half the time
     for key in ("$schema", "config", "datasets"):
         spec.pop(key, None)
     return Chart(spec={**spec, "height": height}, datasets=datasets, height=height, big=big)

@@ -16,15 +16,18 @@ from hoist.tools.run_report_parts import Figure, Report
 
 #: Pixels of a column's charts, without axes; a big one spans two.
 _WIDTH = 500
-#: Pixels that each chart leaves for its y axis, so that columns begin in line; and from one column to the next.
-_AXIS = 135
-_GAP = _AXIS + 30
+#: Pixels that each chart leaves for its y axis, so that charts begin in line.
+_AXIS = 140
+#: Pixels from one column's chart to the next one's.
+_GAP = _AXIS + 40
 #: Most pixels of a small chart's height.
 _HEIGHT = 180
 #: Characters of a title's line over one column.
 _TITLE_CHARACTERS = 72
 #: Pixels of the picture for each of these.
 _SCALE = 1.3
+#: No chart's colours depend on another's.
+_RESOLVE = {"scale": {"color": "independent", "strokeDash": "independent"}}
 
 
 def picture(report: Report) -> bytes:
@@ -33,43 +36,26 @@ def picture(report: Report) -> bytes:
 
 
 def _whole(report: Report) -> dict[str, Any]:
-    rows: list[Any] = []
-    waiting: list[Any] = []
-    datasets: dict[str, Any] = {}
-    for section in report.sections:
-        for figure in section.figures:
-            if not figure.in_picture:
-                continue
-            datasets |= figure.chart.datasets
-            view = _view(figure)
-            if figure.chart.big:
-                rows.append(view)
-                continue
-            waiting.append(view)
-            if len(waiting) == 2:
-                rows.append({"hconcat": waiting, "spacing": _GAP, "bounds": "flush"})
-                waiting = []
-    if waiting:
-        rows.append(waiting[0])
+    figures = [figure for section in report.sections for figure in section.figures if figure.in_picture]
+    views: list[Any] = [_view(figure) for figure in figures if figure.chart.big]
+    small = [_view(figure) for figure in figures if not figure.chart.big]
+    if small:
+        views.append({"concat": small, "columns": 2, "align": "each", "spacing": 34, "resolve": _RESOLVE})
     document = {
         "title": {
             "text": report.title,
             "subtitle": _header(report.subtitle, report.cards),
             "fontSize": 22, "subtitleFontSize": 13, "anchor": "start", "offset": 22, "subtitlePadding": 8,
         },
-        "vconcat": rows or [_nothing(report)],
+        "vconcat": views or [_nothing(report)],
         "spacing": 34,
         "padding": 24,
         "config": {**config(), "background": "@paper", "axisY": {"minExtent": _AXIS, "titleX": -44}},
-        "resolve": {"scale": {"color": "independent", "strokeDash": "independent"}},
-        "datasets": datasets,
+        "resolve": _RESOLVE,
     }  # fmt: skip
-    for row in rows:
-        if "hconcat" in row:
-            row["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    data = document.pop("datasets")
     found: dict[str, Any] = coloured(document, PALETTES["light"])
-    return {**found, "datasets": data}
+    datasets = {name: rows for figure in figures for name, rows in figure.chart.datasets.items()}
+    return {**found, "datasets": datasets}
 
 
 def _header(subtitle: str, cards: Sequence[tuple[str, str]]) -> list[str]:
