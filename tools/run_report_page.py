@@ -117,6 +117,7 @@ def _in_variables(document: Mapping[str, Any]) -> Any:
 def _embedded(figure: Figure) -> dict[str, Any]:
     return {
         **_in_variables(figure.chart.spec),
+        "description": figure.alt,
         "width": "container",
         "autosize": {"type": "fit-x", "contains": "padding"},
         "datasets": figure.chart.datasets,
@@ -146,8 +147,8 @@ def _figure(figure: Figure, *, wide: bool) -> str:
     return (
         f'<figure id="figure-{key}" class="{"big" if wide else "small"}">'
         f"<figcaption><h3>{_text(figure.title)}</h3></figcaption>"
-        f'<div class="chart" id="chart-{key}" role="img" aria-label="{_text(figure.alt)}. {_text(figure.title)}." '
-        f'style="min-height:{figure.chart.height + 60}px"></div>'
+        f'<div role="img" aria-label="{_text(figure.alt)}. {_text(figure.title)}."><div class="chart" id="chart-{key}" '
+        f'style="min-height:{figure.chart.height + 60}px"></div></div>'
         f"{f'<ul class=notes>{notes}</ul>' if notes else ''}{_table(figure)}</figure>"
     )
 

@@ -28,10 +28,13 @@ def training(facts: RunFacts) -> Section:
     """Loss with evaluations, the gradients' norm, the learning rate."""
     if not facts.steps:
         return Section(key="training", title="Training", figures=(), words=(facts.why(METRICS_NAME),))
-    figures = [_loss(facts), _norm(facts)]
-    if any(step.lr is not None for step in facts.steps):
-        figures.append(_rate(facts))
-    return Section(key="training", title="Training", figures=figures, words=_words(facts, METRICS_NAME))
+    figures, words = [], []
+    for what, make in (("loss", _loss), ("grad_norm", _norm), ("lr", _rate)):
+        if any(getattr(step, what) is not None for step in facts.steps):
+            figures.append(make(facts))
+        else:
+            words.append(f"No step has a finite {what}.")
+    return Section(key="training", title="Training", figures=figures, words=words)
 
 
 def _loss(facts: RunFacts) -> Figure:
@@ -43,9 +46,7 @@ def _loss(facts: RunFacts) -> Figure:
     if missing:
         which = ", ".join(str(step) for step in missing[:8]) + (", ..." if len(missing) > 8 else "")
         notes.append(f"{times(len(missing), 'step')} without a finite loss, left as gaps: {which}.")
-    if not known:
-        title = "No step has a finite loss"
-    elif len(known) == 1:
+    if len(known) == 1:
         title = f"Loss {known[0].loss:.4f} at step {known[0].step}, the only step so far"
     else:
         first, last = known[0], known[-1]
@@ -84,11 +85,8 @@ def _norm(facts: RunFacts) -> Figure:
     known = [(step.grad_norm, step.step) for step in steps if step.grad_norm is not None]
     clipped = sum(step.clip_scale is not None and 0.0 < step.clip_scale < 1.0 for step in steps)
     skipped = sum(step.clip_scale == 0.0 for step in steps)
-    if known:
-        highest = max(known)
-        title = f"Gradient norm: median {middle(norms):.4g}, highest {highest[0]:.4g} at step {highest[1]}"
-    else:
-        title = "No step has a finite gradient norm"
+    highest = max(known)
+    title = f"Gradient norm: median {middle(norms):.4g}, highest {highest[0]:.4g} at step {highest[1]}"
     if clipped or skipped:
         title += f"; {times(clipped, 'step')} clipped, {skipped:,} skipped"
     positive = [value for value, _ in known if value > 0]
@@ -138,7 +136,7 @@ def _rate(facts: RunFacts) -> Figure:
 def speed(facts: RunFacts) -> Section:
     """Tokens a second, and seconds per step beside what was predicted."""
     steps = facts.steps
-    if not steps:
+    if not any(step.seconds for step in steps):
         return Section(key="speed", title="Speed", figures=(), words=(facts.why(METRICS_NAME),))
     prediction = facts.prediction
     seconds = [step.seconds for step in steps]
@@ -195,6 +193,3 @@ def speed(facts: RunFacts) -> Section:
         notes=thinned(len(steps)),
     )  # fmt: skip
     return Section(key="speed", title="Speed", figures=(step_figure, rate_figure))
-
-def _words(facts: RunFacts, name: str) -> tuple[str, ...]:
-    return (facts.problems[name],) if name in facts.problems else ()

@@ -90,13 +90,17 @@ def residency(facts: RunFacts) -> Section:
         return Section(key="residency", title=title, figures=(), words=(f"{TIMELINE_NAME} names no stage.",))
     moments = by_stage(timeline.moments)
     whole = _map_figure(timeline, moments, STATE_KINDS, key="residency", title=_residency_title(timeline, moments))
+    seen = {moment.kind for moment in timeline.moments}
     parts = [
         _map_figure(
             timeline, moments, (kind,), key=f"residency{kind}", title=_kind_title(timeline, moments, kind)
         )
         for kind in STATE_KINDS
+        if kind in seen
     ]
     words = [f"Step {timeline.step}, which took {show_seconds(timeline.seconds)}."]
+    if missing := [kind for kind in STATE_KINDS if kind not in seen]:
+        words.append(f"It has no moves of {' and '.join(missing)}.")
     if timeline.truncated:
         words.append("It had more moves than its file holds: the rest is missing here.")
     return Section(key="residency", title=title, figures=(whole, *parts), words=words)
