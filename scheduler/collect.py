@@ -79,7 +79,7 @@ class Collector:
         self._prediction = prediction
         self._wear = wear
         self._memory_parts = dict(memory.parts())
-        self._stage_names = tuple(layout.name for layout in store.layouts)
+        self._stage_names = whereabouts.stage_names
         #: What the store's files take, scratch included; chunk files are reserved whole.
         self._store_bytes = scratch_bytes + sum(
             store.num_slots * layout.padded_elements * sum(array.itemsize for array in StateArray)

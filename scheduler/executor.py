@@ -105,10 +105,12 @@ _Item = tuple[_Run, int]
 class _Now:
     """What a thread is at; written by that thread, read by any."""
 
-    __slots__ = ("item",)
+    __slots__ = ("item", "start")
 
     def __init__(self) -> None:
         self.item: _Item | None = None
+        #: Since when; may be the start of the op after ``item`` for a moment.
+        self.start = 0.0
 
 
 class Executor:
@@ -138,8 +140,8 @@ class Executor:
         self._ready: dict[Lane, deque[_Item]] = {Lane.COPY: deque(), Lane.COMMIT: deque(), Lane.OPTIM: deque()}
         #: Updates, which the optim lane takes strictly in plan order.
         self._optim_queue: deque[_Item] = deque()
-        #: I/O ops that have begun and not ended, the oldest first.
-        self._in_flight: dict[_Item, None] = {}
+        #: I/O ops that have begun and not ended, the oldest first, each with its start.
+        self._in_flight: dict[_Item, float] = {}
         #: Per lane with a thread, the op that it is at; changed by that thread alone, one assignment an op.
         self._at = {lane: _Now() for lane in (Lane.COPY, Lane.COMPUTE, Lane.OPTIM, Lane.COMMIT)}
         #: The compute op whose turn it is; changed by the compute lane alone.
@@ -185,9 +187,7 @@ class Executor:
                 while run.waiting[index] and not self._stopped:
                     self._wake[Lane.COMPUTE].wait()
                 self._raise_error()
-            at.item = turn.item
-            self._execute(turn.item)
-            at.item = None
+            self._work(at, turn.item)
             with self._lock:
                 self._raise_error()
         turn.item = None
@@ -223,6 +223,16 @@ class Executor:
                 self._wake[Lane.COMPUTE].wait()
         for thread in self._threads:
             thread.join()
+
+    def unfinished(self) -> list[Span]:
+        """Spans of the ops at work, up to now; from any thread. A lane without one waits."""
+        with self._lock:
+            found: list[tuple[_Item, float]] = list(self._in_flight.items())
+        found += [(now.item, now.start) for now in self._at.values() if now.item is not None]
+        stop = perf_counter()
+        return [
+            Span(run.ops[index], start, stop, run.step) for (run, index), start in found if start < stop
+        ]
 
     def activity(self) -> Activity:
         """What it is doing now; from any thread."""
@@ -333,8 +343,7 @@ class Executor:
         with self._lock:
             if self._stopped:
                 return
-            self._in_flight[item] = None
-        start = perf_counter()
+            start = self._in_flight[item] = perf_counter()
         ended = threading.Lock()
 
         def done(error: BaseException | None) -> None:
@@ -359,6 +368,13 @@ class Executor:
         else:
             self._finish(item, start, None)
 
+    def _work(self, at: _Now, item: _Item) -> None:
+        """Carry an op out in a lane's own thread, which says so in ``at``."""
+        at.start = perf_counter()
+        at.item = item
+        self._execute(item)
+        at.item = None
+
     def _serve(self, lane: Lane) -> None:
         at = self._at[lane]
         while True:
@@ -369,9 +385,7 @@ class Executor:
                     item = self._next(lane)
                 if item is None:
                     return
-            at.item = item
-            self._execute(item)
-            at.item = None
+            self._work(at, item)
 
     def _next(self, lane: Lane) -> _Item | None:
         """The op that a lane's thread takes now, if any. The lock is held."""

@@ -34,6 +34,8 @@ class StepMetrics:
     """Tokens that went through the model."""
     seconds: float
     """Wall time from this step's call to its return."""
+    predicted_seconds: float | None = None
+    """What was predicted of a step before the first one; None if nothing was."""
     nvme_read_bytes: int
     """Bytes read from the store's drive since the previous step returned."""
     nvme_written_bytes: int

@@ -8,17 +8,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.status import RunStatus
 from hoist.scheduler.status_file import write_status
-from hoist.tiers.format import STATUS_NAME
+from hoist.scheduler.timeline import StepTimeline, write_timeline
+from hoist.scheduler.whereabouts import Whereabouts
+from hoist.tiers.format import STATUS_NAME, TIMELINE_NAME
 
 _log = logging.getLogger(__name__)
 #: A power cut loses at most the metrics of so many seconds, or of the last step.
 SYNC_SECONDS = 1.0
+#: Between two timelines, at least.
+TIMELINE_SECONDS = 10.0
 
 
 class Publisher:
@@ -34,16 +39,26 @@ class Publisher:
         *,
         interval_seconds: float,
         status: Callable[[], RunStatus],
+        timeline: Callable[[], StepTimeline | None],
+        whereabouts: Whereabouts,
         metrics: MetricsLog,
     ) -> None:
-        """``interval_seconds``: between documents; 0: only when :meth:`publish` is called."""
+        """``interval_seconds``: between two documents; 0: none but where :meth:`publish` is called.
+
+        ``timeline`` gives the last step's, None before the first. ``metrics`` is closed with the publisher.
+        """
         self._directory = directory
         self._interval_seconds = interval_seconds
         self._status = status
+        self._timeline = timeline
+        self._whereabouts = whereabouts
         self._metrics = metrics
         #: One document at a time: both the thread and callers of :meth:`publish` write some.
         self._gate = threading.Lock()
-        self._told = False
+        #: Names of files that could not be written.
+        self._told: set[str] = set()
+        #: Step whose timeline was written last; the thread's, and after it :meth:`close`'s.
+        self._written_step = 0
         self._wake = threading.Event()
         self._soon = False
         self._closing = threading.Event()
@@ -52,17 +67,8 @@ class Publisher:
 
     def publish(self) -> None:
         """Write a document now, in the caller's thread. Raises nothing about the file."""
-        with self._gate:
-            try:
-                write_status(self._directory, self._status())
-            except OSError as error:
-                if not self._told:
-                    self._told = True
-                    _log.warning(
-                        "%s: cannot be written: %s; the run goes on, and others cannot see how",
-                        self._directory / STATUS_NAME,
-                        error.strerror or error,
-                    )
+        with self._gate, self._telling(STATUS_NAME):
+            write_status(self._directory, self._status())
 
     def publish_soon(self) -> None:
         """Have the thread write a document as soon as it can."""
@@ -70,34 +76,57 @@ class Publisher:
             self._soon = True
             self._wake.set()
 
+    @contextmanager
+    def _telling(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if name not in self._told:
+                self._told.add(name)
+                _log.warning(
+                    "%s: cannot be written: %s; the run goes on, and others cannot see how",
+                    self._directory / name,
+                    error.strerror or error,
+                )
+
+    def _publish_timeline(self) -> None:
+        timeline = self._timeline()
+        if timeline is not None and timeline.step != self._written_step:
+            self._written_step = timeline.step
+            with self._telling(TIMELINE_NAME):
+                write_timeline(self._directory, timeline, self._whereabouts)
+
     def _serve(self) -> None:
         interval = self._interval_seconds
         published = synced = time.monotonic()
-        while not self._closing.is_set():
-            now = time.monotonic()
+        drawn = -TIMELINE_SECONDS
+        while True:
             due = synced + SYNC_SECONDS
             if interval:
                 due = min(due, published + interval)
-            self._wake.wait(max(0.0, due - now))
+            self._wake.wait(max(0.0, due - time.monotonic()))
             if self._closing.is_set():
                 return
+            self._wake.clear()
             now = time.monotonic()
-            if self._wake.is_set():
-                self._wake.clear()
             if interval and (self._soon or now >= published + interval):
                 self._soon, published = False, now
                 self.publish()
             if now >= synced + SYNC_SECONDS:
                 synced = now
                 self._metrics.sync()
+            if interval and now >= drawn + TIMELINE_SECONDS and self._timeline() is not None:
+                drawn = now
+                self._publish_timeline()
 
     def close(self) -> None:
-        """End the thread and write the last document, unless none are wanted. Idempotent."""
+        """End the thread and write the last documents, unless none are wanted. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._wake.set()
         self._thread.join()
         if self._interval_seconds:
+            self._publish_timeline()
             self.publish()
         self._metrics.close()

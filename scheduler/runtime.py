@@ -38,7 +38,7 @@ from hoist.tiers.manager import Item, ItemKind, Manager, State
 from hoist.tiers.store import Store
 
 
-def _accumulate_into(target: Target) -> Callable[[Tensor], None]:
+def accumulate_into(target: Target) -> Callable[[Tensor], None]:
     """A hook that hands over the gradient that autograd has accumulated for one micro-batch."""
 
     def accumulate(parameter: Tensor) -> None:
@@ -483,7 +483,7 @@ class Runtime:
             for name, parameter in stage.parameters().items():
                 if parameter.requires_grad:
                     targets[parameter] = self._target(index, name)
-                    parameter.register_post_accumulate_grad_hook(_accumulate_into(targets[parameter]))
+                    parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter]))
             stage.unbind()
             modes.append(DirectGradients(targets, self._places.block))
         return modes

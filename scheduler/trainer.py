@@ -36,6 +36,7 @@ from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_state import StepState
+from hoist.scheduler.timeline import Recorder
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.traced import Traced
 from hoist.scheduler.whereabouts import Whereabouts
@@ -123,7 +124,7 @@ class Trainer:
         ``trace`` notes what every op does; it stays open.
 
         ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
-        document has them as they are.
+        document has them as they are. Metrics tell the prediction's ``seconds``.
 
         Raises BudgetError if the budget is too small, StoreRefusedError if the store is another model's; nothing is
         changed then.
@@ -138,6 +139,7 @@ class Trainer:
         self._store = store
         self._engine = store.counted(engine)
         self._setup = setup or prepare(model, store.layouts, config)
+        self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
         self._manager = Manager(stored_bytes=_stored_bytes(store), validate=config.validate)
@@ -198,6 +200,14 @@ class Trainer:
         #: Bytes that need not be read and written, up to the last step's end.
         self._saved_bytes = (0, 0)
         self._metrics_log = MetricsLog(store.directory / METRICS_NAME)
+        #: The last step's timeline; None if nobody is to be told.
+        self._recorder = Recorder(self._manager) if config.status_seconds else None
+        whereabouts = Whereabouts(
+            store.layouts,
+            self._runtime.pieces,
+            self._setup.memory.kept.weights,
+            dict.fromkeys(ItemKind, Tier.HOST),
+        )
         self._collector = Collector(
             store=store,
             engine=engine,
@@ -205,12 +215,7 @@ class Trainer:
             executor=self._executor,
             sampler=self._sampler,
             memory=self._setup.memory,
-            whereabouts=Whereabouts(
-                store.layouts,
-                self._runtime.pieces,
-                self._setup.memory.kept.weights,
-                dict.fromkeys(ItemKind, Tier.HOST),
-            ),
+            whereabouts=whereabouts,
             budget_bytes=config.host_memory_bytes,
             scratch_bytes=self._setup.scratch_bytes,
             num_steps=config.schedule.num_steps,
@@ -226,6 +231,8 @@ class Trainer:
             store.directory,
             interval_seconds=config.status_seconds,
             status=self._collector.status,
+            timeline=lambda: None if self._recorder is None else self._recorder.last,
+            whereabouts=whereabouts,
             metrics=self._metrics_log,
         )
         self._publisher.publish_soon()
@@ -429,6 +436,8 @@ class Trainer:
             commit_due=self._commit_is_due(step),
         )
         self._collector.evaluating = False
+        if self._recorder is not None:
+            self._recorder.begin()
         self._runtime.begin(state)
         self._last_state = state
         self._open_steps.append(step)
@@ -440,6 +449,8 @@ class Trainer:
         self._forget_finished()
         stopped = time.perf_counter()
         self._last_spans = spans
+        if self._recorder is not None:
+            self._recorder.end(step, started, stopped, spans, self._executor.unfinished())
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())
@@ -613,6 +624,7 @@ class Trainer:
             lr=state.lr,
             tokens=sum(map(self._model.batches.num_tokens, state.batches)),
             seconds=stopped - started,
+            predicted_seconds=self._predicted_seconds,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
             nvme_read_saved_bytes=saved[0] - self._saved_bytes[0],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES
-from hoist.scheduler.status import StateBytes
+from hoist.scheduler.status import STATE_KINDS, StateBytes
 from hoist.tiers.layout import Piece, StageLayout
 from hoist.tiers.manager import Item, ItemKind, Snapshot, State, Tier
 
@@ -19,7 +19,6 @@ _NOTHING = StateBytes()
 _MOST_MADE = 8192
 #: What NVMe has in scratch alone, if at all; of all other kinds it has the newest version unless a buffer's is newer.
 _PASSING = frozenset({ItemKind.GRADIENT, ItemKind.ACTIVATION})
-_DIRTY = frozenset({State.DIRTY, State.WRITING})
 _WHOLE_KINDS = {
     ItemKind.WEIGHTS: WEIGHTS,
     ItemKind.KEPT_WEIGHTS: WEIGHTS,
@@ -54,19 +53,22 @@ class Whereabouts:
             for piece in stage:
                 first.setdefault(piece.chunk, piece.index)
             self._first_pieces.append(first)
-        self._tiers = dict(tiers)
-        #: Per stage, bytes of weights (frozen ones included) and of moments that the store has one version of.
+        self._tiers = {kind: tiers.get(kind, Tier.HOST) for kind in ItemKind}
+        self.stage_names = tuple(layout.name for layout in layouts)
+        #: Per stage and kind of state, bytes of one version in the store; weights with the frozen ones.
         self._stored = [
             (
                 WEIGHT_BYTES * sum(layout.used_elements()) + layout.frozen_bytes,
                 MOMENT_BYTES * sum(layout.used_elements()),
+                0,
+                0,
             )
             for layout in layouts
         ]
         #: Per stage, what is told of it while nothing is in memory.
         self.at_rest = tuple(
             (StateBytes(nvme=weights), StateBytes(nvme=moments), _NOTHING, _NOTHING)
-            for weights, moments in self._stored
+            for weights, moments, *_ in self._stored
         )
         #: Records made so far: most stages are in one of few states, document after document.
         self._made: dict[tuple[int, ...], StateBytes] = {}
@@ -80,6 +82,10 @@ class Whereabouts:
         weights = num_bytes * WEIGHT_BYTES // (WEIGHT_BYTES + MOMENT_BYTES)
         return ((WEIGHTS, weights), (MOMENTS, num_bytes - weights))
 
+    def tier(self, item: Item, in_buffer: bool) -> Tier:
+        """The highest tier that an item is in."""
+        return self._tiers[item.kind] if in_buffer else Tier.NVME
+
     def second_number(self, item: Item) -> int:
         """What tells items of one kind of state and stage apart: a piece, of a kept chunk the first one; a
         micro-batch; -1 for what is of the whole stage, -2 for its frozen tensors that are kept.
@@ -87,8 +93,10 @@ class Whereabouts:
         match item.kind:
             case ItemKind.KEPT_WEIGHTS | ItemKind.KEPT_MOMENTS:
                 return self._first_pieces[item.first][item.second]
-            case ItemKind.WEIGHTS | ItemKind.GRADIENT:
+            case ItemKind.WEIGHTS:
                 return -1
+            case ItemKind.GRADIENT:
+                return item.second - 1  # as `Manager.stash` numbers those that wait
             case ItemKind.KEPT_FROZEN:
                 return -2
             case _:
@@ -96,24 +104,32 @@ class Whereabouts:
 
     def stages(self, table: Snapshot) -> tuple[tuple[StateBytes, ...], ...]:
         """Per stage and kind of state, where its bytes are."""
-        # Rows of the numbers of a StateBytes, of what is not at rest.
-        rows: dict[tuple[int, int], list[int]] = {}
+        # Rows of the numbers of a StateBytes, of what is not at rest, by 4 x stage + kind.
+        rows: dict[int, list[int]] = {}
         for item, state, num_bytes, in_buffer in table.items:
-            for kind, part in self.split(item, num_bytes):
-                row = rows.get((item.first, kind))
-                if row is None:
-                    nvme = self._stored[item.first][kind] if kind in (WEIGHTS, MOMENTS) else 0
-                    row = rows[item.first, kind] = [nvme, 0, 0, 0, 0, 0, 0]
-                self._add(row, item.kind, state, part, in_buffer)
+            kind, stage, _ = item
+            if kind is ItemKind.STATES:
+                for part, part_bytes in self.split(item, num_bytes):
+                    self._add(self._row(rows, stage, part), kind, state, part_bytes, in_buffer)
+            else:
+                self._add(self._row(rows, stage, _WHOLE_KINDS[kind]), kind, state, num_bytes, in_buffer)
         for (stage, _), num_bytes in table.stashed.items():
-            rows.setdefault((stage, GRADIENTS), [0] * 7)[0] += num_bytes
+            self._row(rows, stage, GRADIENTS)[0] += num_bytes
         found: dict[int, list[StateBytes]] = {}
-        for (stage, kind), row in rows.items():
-            found.setdefault(stage, list(self.at_rest[stage]))[kind] = self._record(tuple(row))
-        return tuple(tuple(found[stage]) if stage in found else rest for stage, rest in enumerate(self.at_rest))
+        for place, row in rows.items():
+            stage, part = divmod(place, len(STATE_KINDS))
+            found.setdefault(stage, list(self.at_rest[stage]))[part] = self._record(tuple(row))
+        return tuple([tuple(found[stage]) if stage in found else rest for stage, rest in enumerate(self.at_rest)])
+
+    def _row(self, rows: dict[int, list[int]], stage: int, part: int) -> list[int]:
+        place = stage * len(STATE_KINDS) + part
+        row = rows.get(place)
+        if row is None:
+            row = rows[place] = [self._stored[stage][part], 0, 0, 0, 0, 0, 0]
+        return row
 
     def _add(self, row: list[int], kind: ItemKind, state: State, num_bytes: int, in_buffer: bool) -> None:
-        dirty = state in _DIRTY
+        dirty = state is State.DIRTY or state is State.WRITING
         if kind in _PASSING:
             if not dirty:
                 row[0] += num_bytes  # it is in scratch
@@ -121,7 +137,7 @@ class Whereabouts:
             row[0] -= num_bytes  # what NVMe has is older
         if not in_buffer:
             return
-        row[2 if self._tiers.get(kind) is Tier.DEVICE else 1] += num_bytes
+        row[2 if self._tiers[kind] is Tier.DEVICE else 1] += num_bytes
         if dirty:
             row[3] += num_bytes
             if state is State.WRITING:

@@ -128,7 +128,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
         # Below what is trained there is no backward, and the first that is trained hands no gradient down.
         passes = (stage.index > first) - (stage.index < first)
         given = tuple((place.shape, place.dtype) for place in entering)
-        key = (passes, _signature(model, stage, context), given)
+        key = (passes, signature(model, stage, context), given)
         if key not in known:
             known[key] = (
                 (_measure_head(model, entering, batch, context, loss_slice_tokens, passes), ())
@@ -151,7 +151,7 @@ def _absent_like(spec: TensorSpec) -> Tensor:
     return scalar.expand(spec.shape)
 
 
-def _signature(model: StagedModel, stage: Stage, context: Context) -> object:
+def signature(model: StagedModel, stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
     if not stage.is_known_by_shape:
         return stage.index

@@ -145,7 +145,7 @@ def _record_bytes(layouts: Sequence[StageLayout], record: CommitRecord | None) -
 
 
 def creation_bytes(setup: Setup) -> int:
-    """What filling a new store writes, its small files apart: weights and frozen tensors. Moments are zeros, reserved."""
+    """What filling a new store writes, its small files apart: weights and frozen tensors; moments are only reserved."""
     weights = sum(WEIGHT_BYTES * piece.num_elements for own in _pieces(setup) for piece in own)
     return weights + sum(layout.frozen_bytes for layout in setup.layouts)
 

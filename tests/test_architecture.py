@@ -53,14 +53,14 @@ def test_tiers_and_optim_know_nothing_of_models(package: str) -> None:
         assert not [name for name in imported(path) if name.split(".")[0] == "transformers"], relative(path)
 
 
-#: Modules of `scheduler/` that write, order and link a plan.
-PURE = ("activation_slots", "link", "ops", "plan", "visits")
+#: Modules of `scheduler/` that write, order, link and price a plan.
+PURE = ("activation_slots", "link", "ops", "plan", "simulate", "visits")
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_plans_are_pure(name: str) -> None:
     """They import no torch, no os, no threads: nothing but what data and arithmetic need, and each other."""
-    allowed = {"__future__", "collections", "dataclasses", "enum", "typing"}
+    allowed = {"__future__", "collections", "dataclasses", "enum", "heapq", "typing"}
     outside = {other for other in imported(ROOT / "scheduler" / f"{name}.py") if other.split(".")[0] not in allowed}
     assert all(other.startswith(tuple(f"hoist.scheduler.{one}" for one in PURE)) for other in outside)
 

@@ -46,10 +46,10 @@ class MeasuredDirectory:
         return 1 / seconds_per_byte
 
 
-def measured_bytes(layouts: Sequence[StageLayout]) -> int:
-    """How much to measure with for a store of such stages: no more than what one slot of it holds."""
+def measured_bytes(layouts: Sequence[StageLayout], *, most: int = MEASURED_BYTES) -> int:
+    """How much to measure with for a store of such stages: no more than one slot of it holds, nor than ``most``."""
     per_element = sum(array.itemsize for array in StateArray)
-    return min(MEASURED_BYTES, sum(per_element * layout.padded_elements + layout.frozen_bytes for layout in layouts))
+    return min(most, sum(per_element * layout.padded_elements + layout.frozen_bytes for layout in layouts))
 
 
 def measure(

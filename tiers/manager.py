@@ -359,7 +359,8 @@ class Manager:
 
     def stash(self, stage: int, piece: int, num_bytes: int) -> None:
         """The gradient of one piece has come to scratch, where it waits for its delayed update. Not again before
-        :meth:`unstash`, else ResidencyError.
+        :meth:`unstash`, else ResidencyError. The log has it as an item of its own, whose second number is 1 + piece
+        (the gradient in its buffer has 0).
         """
         with self._lock:
             if (stage, piece) in self._stashed:
@@ -367,7 +368,7 @@ class Manager:
             self._stashed[stage, piece] = num_bytes
             self._count(ItemKind.GRADIENT, -1, num_bytes)
             if self._log is not None:
-                self._note(self._log, ItemKind.GRADIENT, stage, piece, State.STORED, False, num_bytes)
+                self._note(self._log, ItemKind.GRADIENT, stage, 1 + piece, State.STORED, False, num_bytes)
 
     def unstash(self, stage: int, piece: int) -> None:
         """That update has been made: the waiting gradient is not needed any more. ResidencyError if there is none."""
@@ -377,7 +378,7 @@ class Manager:
             num_bytes = self._stashed.pop((stage, piece))
             self._count(ItemKind.GRADIENT, -1, -num_bytes)
             if self._log is not None:
-                self._note(self._log, ItemKind.GRADIENT, stage, piece, State.ABSENT, False, 0)
+                self._note(self._log, ItemKind.GRADIENT, stage, 1 + piece, State.ABSENT, False, 0)
 
     # ------------------------------------------------------------------ questions
 
@@ -412,14 +413,12 @@ class Manager:
         with self._lock:
             return self._snapshot()
 
-    def swap_log(self) -> tuple[MoveLog | None, Snapshot, float]:
-        """Begin a new log of moves; returns the one before (None the first time), and what was where at the turn, with
-        the time (``time.perf_counter()``).
-        """
+    def swap_log(self) -> tuple[MoveLog | None, Snapshot]:
+        """Begin a new log of moves; returns the one before (None the first time), and what was where at the turn."""
         fresh = MoveLog()
         with self._lock:
             log, self._log = self._log, fresh
-            return log, self._snapshot(), perf_counter()
+            return log, self._snapshot()
 
     def statistics(self) -> ManagerStatistics:
         """A snapshot of the counters."""

@@ -23,6 +23,7 @@ from hoist.tools.sizes import show_bytes
 #: Letter and colour of each tier; the colours are told apart with any kind of colour blindness (Okabe and Ito 2008).
 TIERS = {"device": ("D", "#e69f00"), "host": ("H", "#56b4e9"), "nvme": ("N", "#009e73")}
 _MARK_STYLE = "bold #d55e00"
+_STALL_STYLE = "#cc79a7"
 _LABEL_STYLE = "bold"
 _QUIET_STYLE = "dim"
 _CONDITION_STYLES = {
@@ -49,16 +50,36 @@ class Canvas:
     ascii_only: bool = False
     """The terminal shows no other characters."""
     lines: list[Text] = field(default_factory=list)
+    spare: list[tuple[int, Text]] = field(default_factory=list)
+    """Lines that a low terminal can do without, the smallest numbers first."""
 
-    def field(self, label: str, text: str, style: str = "") -> None:
+    def add(self, line: Text, *, spare: int | None = None) -> None:
+        """A line, and how easily it is spared."""
+        self.lines.append(line)
+        if spare is not None:
+            self.spare.append((spare, line))
+
+    def gap(self) -> None:
+        """An empty line."""
+        self.add(Text(""), spare=0)
+
+    def fit(self, height: int) -> None:
+        """Leave out lines, as far as they can be spared, until there are at most ``height``."""
+        for _, line in sorted(self.spare, key=lambda each: each[0]):
+            if len(self.lines) <= height:
+                return
+            self.lines = [each for each in self.lines if each is not line]
+
+    def field(self, label: str, text: str, style: str = "", *, spare: int | None = None) -> None:
         """A label and what there is to say, wrapped under itself."""
         parts = [text]
         if self.width is not None:
             room = max(20, self.width - _LABEL_WIDTH)
             parts = textwrap.wrap(text, room, break_long_words=True, break_on_hyphens=False) or [""]
         for number, part in enumerate(parts):
-            self.lines.append(
-                Text.assemble((f"{'' if number else label:<{_LABEL_WIDTH}}", _LABEL_STYLE), (self.plain(part), style))
+            self.add(
+                Text.assemble((f"{'' if number else label:<{_LABEL_WIDTH}}", _LABEL_STYLE), (self.plain(part), style)),
+                spare=spare,
             )
 
     def plain(self, text: str) -> str:
@@ -91,12 +112,17 @@ def render(
     _below(below, inspection)
     limit = MAX_ROWS
     if height is not None:
-        limit = max(4, min(MAX_ROWS, height - len(canvas.lines) - len(below.lines) - 6))
+        needed = len(canvas.lines) + len(below.lines) - len(canvas.spare) - len(below.spare)
+        limit = max(5, min(MAX_ROWS, height - needed - 3))
     if inspection.stages:
-        canvas.lines.append(Text(""))
+        canvas.gap()
         _table(canvas, inspection, every, limit)
     if below.lines:
-        canvas.lines += [Text(""), *below.lines]
+        canvas.gap()
+        canvas.lines += below.lines
+        canvas.spare += below.spare
+    if height is not None:
+        canvas.fit(height)
     return canvas.lines
 
 
@@ -124,7 +150,8 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
     if view.num_stages:
         canvas.field(
             "model", f"{inspection.model}: {inspection.num_parameters:,} trained parameters{frozen} in "
-            f"{view.num_stages:,} {'stage' if view.num_stages == 1 else 'stages'}"
+            f"{view.num_stages:,} {'stage' if view.num_stages == 1 else 'stages'}",
+            spare=3,
         )  # fmt: skip
     for line in inspection.damage:
         canvas.field("DAMAGED", line, _MARK_STYLE)
@@ -160,35 +187,33 @@ def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) 
             doing += f" of {position.stage}"
         if position.micro_batch is not None:
             doing += f", micro-batch {position.micro_batch}"
-        at = position.step if position.current_step is None else position.current_step
+        number = position.step if position.current_step is None else position.current_step
         share = position.step / inspection.num_steps if inspection.num_steps else None
         told = "" if inspection.age_seconds is None else f"; told {show_span(inspection.age_seconds)} ago"
-        canvas.field("step", f"{at:,}{of}: {doing}; {committed}{told}")
+        canvas.field("step", f"{number:,}{of}: {doing}; {committed}{told}")
         if share is not None:
             left = "" if status.speed.eta_seconds is None else f", {show_clock(status.speed.eta_seconds)} left"
-            canvas.lines.append(Text.assemble(" " * _LABEL_WIDTH, canvas.bar(share), f" {share:.0%}{left}"))
+            canvas.add(Text.assemble(" " * _LABEL_WIDTH, canvas.bar(share), f" {share:.0%}{left}"), spare=2)
     if status is not None:
-        _last_step(canvas, inspection, status)
+        _last_step(canvas, status)
 
 
-def _last_step(canvas: Canvas, inspection: Inspection, status: RunStatus) -> None:
+def _last_step(canvas: Canvas, status: RunStatus) -> None:
     parts = []
     if status.speed.tokens_per_second is not None:
         parts.append(f"{status.speed.tokens_per_second:,.0f} tokens/s")
     if status.speed.seconds_per_step is not None:
         parts.append(f"{show_span(status.speed.seconds_per_step)} a step")
-    if parts:
-        canvas.field("speed", ", ".join(parts))
     if status.last_step is not None:
         of = [
-            f"{word} {number:.{digits}{kind}}"
-            for word, name, digits, kind in (
-                ("loss", "loss", 4, "f"), ("gradient norm", "grad_norm", 3, "g"), ("learning rate", "lr", 1, "e"),
-            )
+            f"{word} {number:.{digits}}"
+            for word, name, digits in (("loss", "loss", "4f"), ("norm", "grad_norm", "3g"), ("lr", "lr", "1e"))
             if isinstance(number := status.last_step.get(name), (int, float))
-        ]  # fmt: skip
+        ]
         if of:
-            canvas.field("last", f"{', '.join(of)} at step {status.last_step.get('step')}")
+            parts.append(f"{', '.join(of)} at step {status.last_step.get('step')}")
+    if parts:
+        canvas.field("speed" if len(parts) > 1 else "last", "; ".join([", ".join(parts[:2]), *parts[2:]]))
 
 
 def show_clock(seconds: float) -> str:
@@ -325,13 +350,18 @@ def _tokens(kind: StateBytes, sizes: Any) -> list[_Token]:
 
 
 def _legend(canvas: Canvas, inspection: Inspection, shown: Sequence[Row], *, short: bool) -> None:
-    line = Text(" " * 2)
-    for tier, (letter, style) in TIERS.items():
-        line.append_text(Text.assemble((letter, f"bold {style}"), f" {tier}  "))
+    signs = [(letter, f"bold {style}", tier) for tier, (letter, style) in TIERS.items()]
     if inspection.is_live:
-        for mark, meaning in (("*", "newest copy"), ("<", "being read"), (">", "being written"), ("+", "in use")):
-            line.append_text(Text.assemble((mark, _MARK_STYLE), f" {meaning}  "))
-    canvas.lines.append(_trimmed(line))
+        meanings = (("*", "newest copy"), ("<", "being read"), (">", "being written"), ("+", "in use"))
+        signs += [(mark, _MARK_STYLE, meaning) for mark, meaning in meanings]
+    line = Text(" ")
+    for sign, style, meaning in signs:
+        part = Text.assemble(" ", (sign, style), f" {meaning}")
+        if canvas.width is not None and line.cell_len + part.cell_len > canvas.width:
+            canvas.add(line)
+            line = Text(" ")
+        line.append_text(part)
+    canvas.add(line)
     also = []
     if short:
         also.append("K M G T: KiB to TiB")
@@ -340,8 +370,9 @@ def _legend(canvas: Canvas, inspection: Inspection, shown: Sequence[Row], *, sho
     if also:
         parts = [f"  {'; '.join(also)}"]
         if canvas.width is not None:
-            parts = textwrap.wrap(parts[0], canvas.width, initial_indent="  ", subsequent_indent="  ")
-        canvas.lines += [Text(part, style=_QUIET_STYLE) for part in parts]
+            parts = textwrap.wrap("; ".join(also), canvas.width, initial_indent="  ", subsequent_indent="  ")
+        for each in parts:
+            canvas.add(Text(each, style=_QUIET_STYLE), spare=1)
 
 
 def short_bytes(num_bytes: int) -> str:
@@ -383,16 +414,16 @@ def _below(canvas: Canvas, inspection: Inspection) -> None:
         return
     if inspection.is_live:
         _tiers(canvas, status)
-        canvas.lines.append(Text(""))
+        canvas.gap()
     if status.lanes:
         _lanes(canvas, status, live=inspection.is_live)
-        canvas.lines.append(Text(""))
+        canvas.gap()
     if inspection.is_live and status.io.engine:
         canvas.field(
             "i/o",
-            f"reads {_speed(status.io.read_bytes_per_second)}, writes {_speed(status.io.write_bytes_per_second)}; "
-            f"{status.io.engine}",
+            f"reads {_speed(status.io.read_bytes_per_second)}, writes {_speed(status.io.write_bytes_per_second)}",
         )
+        canvas.field("", status.io.engine, spare=2)
     if status.io.buffered_bytes:
         canvas.field("", f"{show_bytes(status.io.buffered_bytes)} went through the page cache, not directly")
     if status.promised_bytes:
@@ -439,7 +470,7 @@ def _lanes(canvas: Canvas, status: RunStatus, *, live: bool) -> None:
         line = Text.assemble(
             (f"{name:<{_LABEL_WIDTH}}", _LABEL_STYLE),
             f"{_percent(lane.busy_share):>5} {_percent(lane.stall_share):>8}  ",
-            full * at_work, (half * waiting, _MARK_STYLE), (empty * (_BAR_WIDTH - at_work - waiting), "dim"),
+            full * at_work, (half * waiting, _STALL_STYLE), (empty * (_BAR_WIDTH - at_work - waiting), "dim"),
         )  # fmt: skip
         if live:
             doing = canvas.plain(lane.current or "waits")

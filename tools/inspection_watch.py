@@ -43,12 +43,12 @@ class Screen:
         height = options.max_height
         hint = "q ends"
         lines = render(
-            self.found, width=options.max_width, ascii_only=options.ascii_only, every=self._every, height=height - 2
+            self.found, width=options.max_width, ascii_only=options.ascii_only, every=self._every, height=height - 1
         )
         if self.trouble is not None:
             lines = [Text(self.trouble, style="bold #d55e00"), Text("below is what was seen last"), Text(""), *lines]
         if len(lines) > height - 1:
-            hint = f"q ends; the terminal is too low for {len(lines) - height + 1} more lines"
+            hint = f"q ends; {len(lines) - height + 1} more lines need a higher terminal"
             lines = lines[: height - 1]
         for line in lines:
             line.truncate(options.max_width)

@@ -14,13 +14,19 @@ from typing import Self
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.metrics_log import LineFile
+from hoist.tiers.format import METRICS_NAME
 from hoist.tools.errors import MetricsError
 from hoist.tools.evaluation import EvalRecord
 
 
-def check_metrics_path(path: Path) -> None:
-    """Raise ConfigError if lines cannot be appended to ``path``, as far as can be seen. Creates and changes nothing."""
+def check_metrics_path(path: Path, *, store: Path) -> None:
+    """Raise ConfigError if lines cannot be appended to ``path``, as far as can be seen, or if it is the store's own.
+
+    Creates and changes nothing.
+    """
     try:
+        if path.name == METRICS_NAME and path.resolve().parent == store.resolve():
+            raise ConfigError(f"--metrics {path}: is the store's own, written in any case; leave the option out")
         if path.is_dir():
             raise ConfigError(f"--metrics {path}: is a directory; name a file")
         if path.exists():

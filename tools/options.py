@@ -75,12 +75,17 @@ MINIMA: Mapping[str, int] = {
 #: What `--delay` may be instead of a share.
 AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
-NOT_REMEMBERED = frozenset({"store", "metrics", "trace", "fresh", "io", "verify", "max_chunk_elements", "given"})
+NOT_REMEMBERED = frozenset(
+    {
+        "store", "metrics", "trace", "fresh", "io", "verify", "max_chunk_elements", "dry_run", "given",
+        "tbw",  # the ledger keeps it
+    }
+)
 #: Remembered options that do not change what comes out: a resume with others needs no mention.
 WITHOUT_EFFECT = frozenset(
     {
         "host_memory", "plan", "delay", "clip_mode", "residency", "commit_every", "commit_minutes", "snapshot_every",
-        "keep_snapshots", "token_bytes", "dtype", "eval_every", "eval_batches",
+        "keep_snapshots", "token_bytes", "dtype", "eval_every", "eval_batches", "write_budget",
     }
 )
 #: What differs in these, others tell: the model's configuration, the data's content.
@@ -190,6 +195,12 @@ class TrainOptions:
     """File that gets one JSON object a step."""
     trace: str | None = None
     """File that gets what every lane did, for Chrome or Perfetto."""
+    tbw: tuple[str, ...] = ()
+    """Bytes that a drive is rated for in its life: one for each of the store's drives, or one per drive. 0: forget."""
+    write_budget: str = "0"
+    """Most bytes ever written to the store's drives, over all calls; the run stops before it. 0: no limit."""
+    dry_run: bool = False
+    """Tell what the run would take, and stop before anything is made."""
     fresh: bool = False
     """Start over in an existing store."""
     given: frozenset[str] = field(default=frozenset(), repr=False)
@@ -242,6 +253,8 @@ class TrainOptions:
             if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()
+        self.tbw_bytes()
+        self.write_budget_bytes()
         self.trainer_config()
 
     def _check_evaluation(self) -> None:
@@ -326,6 +339,20 @@ class TrainOptions:
             raise ConfigError(f"--host-memory: {self.host_memory} is a number of bytes; write its unit, as in 4GiB")
         return num_bytes
 
+    def tbw_bytes(self) -> tuple[int, ...]:
+        """What ``--tbw`` says, in bytes. Raises ConfigError."""
+        try:
+            return tuple(parse_bytes(value) for value in self.tbw)
+        except ValueError as error:
+            raise ConfigError(f"--tbw: {error}; a drive's rating is written like 600TB") from error
+
+    def write_budget_bytes(self) -> int | None:
+        """What ``--write-budget`` says; None: no limit. Raises ConfigError."""
+        try:
+            return parse_bytes(self.write_budget) or None
+        except ValueError as error:
+            raise ConfigError(f"--write-budget: {error}") from error
+
     def lora_options(self) -> LoraOptions | None:
         """What ``--lora`` says; None without it. Raises ConfigError."""
         return None if self.lora is None else LoraOptions.parse(self.lora)
@@ -392,7 +419,7 @@ def _from_text(name: str, value: Any, hint: Any) -> Any:
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, (list, tuple)) else value
     kind = _kind(hint)
-    if name in ("store", "train", "freeze"):
+    if name in ("store", "train", "freeze", "tbw"):
         return (value,)
     if name == "betas":
         return _parse_betas(value)
@@ -468,7 +495,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     """
     if name == "betas" and isinstance(value, str):
         return _parse_betas(value)
-    if name in ("data", "store", "validation_data", "train", "freeze") and isinstance(value, str):
+    if name in ("data", "store", "validation_data", "train", "freeze", "tbw") and isinstance(value, str):
         return (value,)
     if name == "delay" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

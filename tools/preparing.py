@@ -43,6 +43,7 @@ from hoist.tools.presets import ModelSource, load_model_source
 from hoist.tools.report import Reporter, Totals
 from hoist.tools.snapshot import check_space_for_run
 from hoist.tools.stop import Stop
+from hoist.tools.wear import check_tbw, check_write_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,8 @@ class Prepared:
     weights: Source
     """Of a new store."""
     baseline_bytes: int
+    num_slots: int
+    """Of each chunk, in the store that is there or will be."""
 
     @property
     def step(self) -> int:
@@ -86,11 +89,12 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
     with named("--store", directory, *further):
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
-            check_metrics_path(Path(options.metrics))
+            check_metrics_path(Path(options.metrics), store=directory)
         if options.trace is not None:
             check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
         layouts: tuple[StageLayout, ...] = ()
+        num_slots = 0
         if resume:
             # Read-only, so that whatever is refused later leaves the store as it was.
             with Store.open(directory, engine=engine, writable=False) as store:
@@ -117,6 +121,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
         baseline_bytes = warm_up()
         setup = prepare(model, layouts, options.trainer_config())
+        check_tbw(options, directory, found)
         weights = initialised(options.seed)
         if options.snapshot_every:
             _check_snapshot_space(directory, options, found, layouts, setup)
@@ -140,6 +145,8 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 if allocation.directory_state(directory) is DirectoryState.COMMITTED:  # --fresh: there is one to lose
                     checking = checked("checking the weights", report, stop)
                     check_weights(source.checkpoint, model, engine, progress=checking)
+        probed = sum(one.probed_bytes for one in measured)
+        check_write_budget(options, directory, found, setup, further_bytes=probed + small_bytes(source))
         stop.check()
     return Prepared(
         options=options,
@@ -153,6 +160,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         adapter=adapter,
         weights=weights if adapter is None else with_adapters(weights, options.seed),
         baseline_bytes=baseline_bytes,
+        num_slots=num_slots if resume else setup.num_slots,
     )
 
 

@@ -14,6 +14,8 @@ from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup
 from hoist.tiers.io.base import IoStatistics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.forecast import Forecast
+from hoist.tools.wear import BudgetEnd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,8 @@ class RunStart:
     """Rows that it could take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
+    wear: tuple[str, ...] = ()
+    """What the run will do to the drive, and what would lower it: a line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +137,14 @@ class RunEnd:
     budget_bytes: int
     commits: CommitTotals
     """This call's."""
+    wear: str = ""
+    """What was written to the drive, and what that means for its life: one line; empty if there is nothing to say."""
+    budget_end: BudgetEnd | None = None
+    """Why the run stopped early, if --write-budget was the reason."""
+    predicted_seconds: float | None = None
+    """What was predicted of a step; None if nothing was."""
+    measured_seconds: float | None = None
+    """Median of this call's steps, of which the first ones are left out; None if there were no others."""
 
 
 class Reporter(Protocol):
@@ -146,6 +158,9 @@ class Reporter(Protocol):
 
     def plan(self, start: RunStart) -> None:
         """What is about to run."""
+
+    def forecast(self, forecast: Forecast) -> None:
+        """What the run is expected to take."""
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         """A step has ended."""

@@ -15,9 +15,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hoist.scheduler.memory import STATE_BYTES, promised_bytes
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.forecast import Forecast
 from hoist.tools.invoked import command_name
+from hoist.tools.preflight_view import render
 from hoist.tools.report import RunEnd, RunStart
-from hoist.tools.sizes import show_bytes
+from hoist.tools.sizes import show_bytes, show_decimal
+from hoist.tools.wear import BudgetEnd
 
 #: In a log, at most one line in so many seconds, besides the first and the last step.
 LOG_SECONDS = 5.0
@@ -120,6 +123,14 @@ class Display:
             share = 100.0 * memory.kept_bytes / max(1, sum(each.num_bytes for each in memory.demand.keepable))
             self._field("", f"{share:.0f}% of the states stay in memory from step to step")
         self._field("commits", start.commits)
+        for number, line in enumerate(start.wear):
+            self._field("" if number else "wear", line)
+        self._line("")
+
+    def forecast(self, forecast: Forecast) -> None:
+        """What the run is expected to take."""
+        self._stop_bar()
+        render(forecast, self._console)
         self._line("")
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
@@ -172,14 +183,15 @@ class Display:
         hoist = command_name()
         if end.num_steps:
             self._line("")
-        self._field("stopped" if end.signal else "done", _outcome(end))
+        self._field("stopped" if end.signal or end.budget_end else "done", _outcome(end))
         if end.last is not None:
             self._results(end, end.last)
         if end.step < end.steps:
-            self._field("go on", f"{hoist} train --store {store}", command=True)
+            more = "" if end.budget_end is None else f" --write-budget {_next_budget(end.budget_end)}"
+            self._field("go on", f"{hoist} train --store {store}{more}", command=True)
         else:
-            more = 2 * max(end.step, end.steps) or 100
-            self._field("go on", f"{hoist} train --store {store} --steps {more}", command=True)
+            steps = 2 * max(end.step, end.steps) or 100
+            self._field("go on", f"{hoist} train --store {store} --steps {steps}", command=True)
         exported = shlex.quote(end.store.rstrip("/") + "-model")
         self._field("export", f"{hoist} export {store} {exported}", command=True)
 
@@ -198,6 +210,15 @@ class Display:
                 "",
                 f"{show_bytes(end.totals.nvme_read_saved_bytes)} more would have been read and "
                 f"{show_bytes(max(0, end.totals.nvme_written_saved_bytes))} more written without the states in memory",
+            )
+        if end.wear:
+            self._field("wear", end.wear)
+        if end.predicted_seconds and end.measured_seconds:
+            error = end.predicted_seconds / end.measured_seconds - 1.0
+            self._field(
+                "step",
+                f"predicted {end.predicted_seconds:.3g} s, measured median {end.measured_seconds:.3g} s, "
+                f"error {error:+.0%}",
             )
         commits = "1 commit" if end.commits.num_commits == 1 else f"{end.commits.num_commits} commits"
         self._field(
@@ -228,12 +249,24 @@ class Display:
 def _outcome(end: RunEnd) -> str:
     if end.signal:
         return f"on request after step {end.step} of {end.steps}; everything is committed"
+    if end.budget_end is not None:
+        budget = end.budget_end
+        return (
+            f"after step {end.step} of {end.steps}, for --write-budget: {show_decimal(budget.written_bytes)} of "
+            f"{show_decimal(budget.budget_bytes)} are written, and the next step may write "
+            f"{show_decimal(budget.next_bytes)}; everything is committed"
+        )
     if end.num_steps:
         steps = "1 step" if end.num_steps == 1 else f"{end.num_steps} steps"
         return f"{steps} in {_clock(end.seconds)}; step {end.step} of {end.steps} is committed"
     if end.created:
         return "the store is made and holds the initial weights, step 0"
     return f"nothing to do: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
+
+
+def _next_budget(end: BudgetEnd) -> str:
+    """A budget with which a run goes on: twice as much, and one step at least; with a unit that is read as it is."""
+    return f"{-(-max(2 * end.budget_bytes, end.written_bytes + 2 * end.next_bytes) // 10**6)}MB"
 
 
 def _clipped(metrics: StepMetrics) -> str:

@@ -39,3 +39,16 @@ def show_bytes(num_bytes: float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.2f} TiB"
+
+
+def show_decimal(num_bytes: float) -> str:
+    """``num_bytes`` in decimal units, as drives are sold and rated: with a decimal below 100, unless it is 0."""
+    amount = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(amount) < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    if unit == "B":
+        return f"{amount:.0f} B"
+    digits = 1 if abs(amount) < 99.95 else 0
+    return f"{amount:,.{digits}f}".removesuffix(".0") + f" {unit}"

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,14 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hoist.scheduler import writes
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.delay import SHARES, StepTimes, choose
+from hoist.scheduler.endurance import Wear
 from hoist.scheduler.errors import ConfigError, NonFiniteGradientError
 from hoist.scheduler.metrics import CommitTotals, StepMetrics
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
+from hoist.scheduler.writes import Writes
 from hoist.tiers import allocation
 from hoist.tiers.errors import BudgetError, RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.io.base import IoEngine
@@ -33,6 +37,8 @@ from hoist.tools import data as token_data
 from hoist.tools.drives import shares
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation, validation_numbers
+from hoist.tools.forecast import Forecast
+from hoist.tools.forecasting import make_forecast
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile
 from hoist.tools.model_files import save_model_files, store_attributes
@@ -41,14 +47,18 @@ from hoist.tools.preparing import Prepared, checked, named, open_engine, prepare
 from hoist.tools.presets import PRESETS, ModelSource
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.rows import Rows
+from hoist.tools.sizes import show_decimal
 from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
 from hoist.tools.text import ByteTokenizer, stdlib_sources
+from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lower, rate_drives, snapshot_bytes
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
 #: Steps after which a delay is picked: the first reads what others need not, the next two are like them.
 MEASURED_STEPS = 3
+#: Steps of a trainer that are not like the others: its first, and one that overlaps with that.
+UNSTEADY_STEPS = 2
 #: A vocabulary beyond this was made for a tokenizer: bytes would leave nearly all of it unused.
 _MANY_IDS = 1024
 
@@ -65,20 +75,45 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
+            forecast = None if rows is None else make_forecast(run, engine, report, stop)
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
+            rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
             start = _start(run, engine, rows, data, store, evaluation)
             report.plan(start)
+            if forecast is not None:
+                report.forecast(forecast)
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
             trace = None
             if options.trace is not None:
                 trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
-            return _Loop(run, store, data, start, engine, stop, report, metrics_file, evaluation, trace).run_to_end()
+            loop = _Loop(
+                run, store, data, start, engine, stop, report, metrics_file, evaluation, trace=trace, forecast=forecast
+            )
+            return loop.run_to_end()
+
+
+def preview(options: TrainOptions, report: Reporter) -> Forecast:
+    """What :func:`train` would take. Refuses what that refuses, with nothing created or changed.
+
+    The data is read as for training, since it can be refused; what that puts into the cache is removed again.
+    """
+    with Stop() as stop, open_engine(options.io) as engine:
+        run = prepare_run(options, engine, report, stop)
+        rows = _data(run, report, stop)
+        made = [rows]
+        try:
+            made.append(None if rows is None else _validation_data(run, rows, report, stop))
+            return make_forecast(run, engine, report, stop)
+        finally:
+            for each in made:
+                if each is not None and each.source.made is not None:
+                    each.source.made.remove()
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -280,9 +315,14 @@ class _Loop:
         report: Reporter,
         metrics_file: MetricsFile | None,
         evaluation: Evaluation | None,
+        *,
         trace: Trace | None,
+        forecast: Forecast | None,
     ) -> None:
         self._run = run
+        self._forecast = forecast
+        #: Seconds of the steps that a trainer made, but for its first ones.
+        self._seconds: list[float] = []
         self._store = store
         self._data = data
         self._start = start
@@ -296,6 +336,8 @@ class _Loop:
         self._last: StepMetrics | None = None
         self._step = run.step
         self._commits = CommitTotals()
+        self._wear = ""
+        self._budget_end: BudgetEnd | None = None
 
     def run_to_end(self) -> RunEnd:
         """All steps that are left, or until a signal."""
@@ -304,7 +346,10 @@ class _Loop:
         config, setup = options.trainer_config(), self._run.setup
         times = self._train(config, setup, measure=options.delay == AUTO and not config.delay_in_force)
         if times is not None:
-            self._train(*self._pick_delay(times, config))
+            config, setup = self._pick_delay(times, config)
+            if self._forecast is not None:
+                self._forecast = self._forecast.of(setup, config)
+            self._train(config, setup)
         return _end(
             self._run,
             self._stop,
@@ -313,13 +358,27 @@ class _Loop:
             seconds=time.perf_counter() - began,
             totals=self._totals.with_io(self._engine.statistics()),
             commits=self._commits,
+            wear=self._wear,
+            budget_end=self._budget_end,
+            predicted_seconds=self._predicted_seconds,
+            measured_seconds=statistics.median(self._seconds) if self._seconds else None,
         )
+
+    @property
+    def _predicted_seconds(self) -> float | None:
+        prediction = None if self._forecast is None else self._forecast.prediction
+        return None if prediction is None else prediction.seconds
 
     def _train(self, config: TrainerConfig, setup: Setup, *, measure: bool = False) -> StepTimes | None:
         """All steps that are left, then a commit. With ``measure``, where the first few suggest a delay, the commit
         comes after them, and their times are returned: the other steps are still to be done.
         """
         run, suggestive = self._run, None
+        counted = writes.count(setup, config, self._store.record)  # plans are long: not beside the trainer's own
+        budget = _write_budget(run, self._store, config, setup, counted, self._evaluation)
+        first_steady = run.step + UNSTEADY_STEPS if self._last is None else self._last.step + UNSTEADY_STEPS
+        prediction = None if self._forecast is None else self._forecast.prediction
+        self._seconds.clear()
         with (
             Trainer(
                 model=run.model,
@@ -329,6 +388,7 @@ class _Loop:
                 baseline_bytes=run.baseline_bytes,
                 setup=setup,
                 trace=self._trace,
+                prediction=None if prediction is None else prediction.to_json(),
             ) as trainer,
             _explained(run, trainer),
             AutomaticSnapshots(
@@ -344,8 +404,13 @@ class _Loop:
                         suggestive = times
                         break
                     self._tell_delay(0.0, times)  # and gradients in scratch would not make one better
+                if budget is not None and (ends := budget.stops(trainer)) is not None:
+                    self._budget_end = ends
+                    break
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
+                if self._last.step > first_steady:
+                    self._seconds.append(self._last.seconds)
                 if self._metrics_file is not None:
                     self._metrics_file.write(self._last)
                 self._report.step(self._last, self._start)
@@ -354,6 +419,10 @@ class _Loop:
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
+            if self._last is not None:
+                steps = self._step - self._totals.since_step
+                seconds = self._totals.seconds / steps if steps else None
+                self._wear = behind(_judged(run, self._store, config, counted, seconds, self._step))
         return suggestive
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -468,6 +537,60 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
+        wear=_wear_ahead(run, store),
+    )
+
+
+def _wear_ahead(run: Prepared, store: Store) -> tuple[str, ...]:
+    """What the run will do to the drive: at the speed that it had so far, if it goes on."""
+    config, totals = run.options.trainer_config(), run.totals
+    steps_done = run.step - totals.since_step
+    seconds = totals.seconds / steps_done if steps_done > 0 and totals.seconds > 0.0 else None
+    counted = writes.count(run.setup, config, store.record)
+    lines = [ahead(_judged(run, store, config, counted, seconds, run.step), run.options.steps - run.step)]
+    budget = run.options.write_budget_bytes()
+    if budget is not None and store.wear is not None:
+        so_far = show_decimal(store.wear.written_bytes)
+        lines.append(f"--write-budget {show_decimal(budget)}, of which {so_far} are written so far")
+    less = lower(run.setup, config)
+    return (*lines, less) if less else tuple(lines)
+
+
+def _judged(
+    run: Prepared, store: Store, config: TrainerConfig, counted: Writes, seconds: float | None, step: int
+) -> Wear:
+    assert store.wear is not None
+    return judged(
+        store.wear,
+        counted,
+        config,
+        seconds_per_step=seconds,
+        steps_left=run.options.steps - step,
+        write_budget_bytes=run.options.write_budget_bytes(),
+    )
+
+
+def _write_budget(
+    run: Prepared, store: Store, config: TrainerConfig, setup: Setup, counted: Writes, evaluation: Evaluation | None
+) -> WriteBudget | None:
+    """What ``--write-budget`` allows; None without it."""
+    budget_bytes = run.options.write_budget_bytes()
+    if budget_bytes is None:
+        return None
+    assert store.wear is not None
+    each = 0 if evaluation is None else writes.evaluation_bytes(setup, config)
+    rows = config.micro_batch_size * config.num_micro_batches
+
+    def evaluation_bytes(step: int) -> int:
+        return 0 if evaluation is None or not evaluation.is_due(step) else -(-evaluation.num_rows // rows) * each
+
+    return WriteBudget(
+        budget_bytes=budget_bytes,
+        ledger=store.wear,
+        counted=counted,
+        snapshot_bytes=snapshot_bytes(store) if run.options.snapshot_every else 0,
+        snapshot_every=run.options.snapshot_every,
+        evaluation_bytes=evaluation_bytes,
     )
 
 
@@ -488,6 +611,10 @@ def _end(
     seconds: float = 0.0,
     totals: Totals | None = None,
     commits: CommitTotals | None = None,
+    wear: str = "",
+    budget_end: BudgetEnd | None = None,
+    predicted_seconds: float | None = None,
+    measured_seconds: float | None = None,
 ) -> RunEnd:
     return RunEnd(
         store=run.options.main_store,
@@ -501,5 +628,9 @@ def _end(
         last=last,
         totals=run.totals if totals is None else totals,
         commits=commits or CommitTotals(),
+        wear=wear,
+        budget_end=budget_end,
+        predicted_seconds=predicted_seconds,
+        measured_seconds=measured_seconds,
         budget_bytes=run.options.host_memory_bytes(),
     )

@@ -52,9 +52,8 @@ def test_nothing_is_made_up() -> None:
     unrated = judge(record(DirectoryWear(directory="/a", written_bytes=5)), bytes_per_step=7.0)
     assert unrated.worst is None
     document = unrated.to_json()
-    assert [document[name] for name in ("tbw_bytes", "source", "used_share", "run_share", "days_left", "run_bytes")] == [
-        None
-    ] * 6
+    unknown = ("tbw_bytes", "source", "used_share", "run_share", "days_left", "run_bytes")
+    assert [document[name] for name in unknown] == [None] * len(unknown)
     assert document["written_bytes"] == 5
     idle = judge(record(DirectoryWear(directory="/a", tbw_bytes=TB)), bytes_per_step=0.0, seconds_per_step=1.0)
     assert idle.drives[0].days_left is None

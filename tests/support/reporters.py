@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
+from hoist.tools.forecast import Forecast
 from hoist.tools.report import RunStart
 
 
@@ -21,6 +22,7 @@ class Recorder:
     starts: list[RunStart] = field(default_factory=list)
     steps: list[StepMetrics] = field(default_factory=list)
     evaluations: list[EvalRecord] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -34,6 +36,9 @@ class Recorder:
     def plan(self, start: RunStart) -> None:
         self.starts.append(start)
         self.at("plan")
+
+    def forecast(self, forecast: Forecast) -> None:
+        self.forecasts.append(forecast)
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         self.steps.append(metrics)

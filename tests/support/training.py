@@ -380,12 +380,14 @@ def train(
     *,
     after_step: Callable[[Store, IoEngine, StepMetrics], None] | None = None,
     commit_at_end: bool = True,
+    **settings: Any,
 ) -> Outcome:
     """Train on ``steps`` with hoist, then commit. Makes the store if there is none, otherwise goes on where it stands.
 
     ``steps`` are the run's steps from the first one: those that the store has behind it are passed over.
     ``after_step`` is called when everything of a step has been committed. Without ``commit_at_end`` the store stays at
-    the last commit that a step made, and the states returned are those of that commit or later.
+    the last commit that a step made, and the states returned are those of that commit or later. ``settings`` replace
+    those of the trainer's configuration.
     """
     staged = staged_model(config, recipe)
     with DirectEngine(num_threads=2) as files:
@@ -399,6 +401,7 @@ def train(
         else:
             store = Store.open(directory, engine=files, check="crc")
             trainer_settings, setup = set_up(staged, store.layouts, recipe, engine, steps)
+        trainer_settings = replace(trainer_settings, **settings)
         with store:
             initial = read_states(store, files).weights
             losses, metrics = [], []
@@ -443,12 +446,16 @@ def trainer_on(
     *,
     kind: type[Trainer] = Trainer,
     trace: Trace | None = None,
+    wrap: Callable[[IoEngine], IoEngine] = lambda files: files,
     **settings: Any,
 ) -> Iterator[Trainer]:
-    """A trainer on a store, which is made if it is not there. ``settings`` replace those that ``engine`` gives."""
+    """A trainer on a store, which is made if it is not there. ``settings`` replace those that ``engine`` gives.
+
+    ``kind`` of trainer; its I/O engine is ``wrap`` of a direct one.
+    """
     recipe = recipe or Recipe()
     staged = staged_model(config, recipe)
-    with DirectEngine(num_threads=2) as files:
+    with wrap(DirectEngine(num_threads=2)) as files:
         if (directory / "COMMIT.json").exists():
             store = Store.open(directory, engine=files, check="crc")
             told, setup = set_up(staged, store.layouts, recipe, engine, steps)

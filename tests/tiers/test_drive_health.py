@@ -103,9 +103,8 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 @pytest.mark.parametrize("used", [{"percent_used": 4}, {"percentage_used": 4}])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_answers_of_all_versions(used: dict[str, int], as_text: bool) -> None:
-    answer = {name: value for name, value in ANSWER.items() if name != "percent_used"} | used
-    if as_text:
-        answer = {name: f"{value:,}" for name, value in answer.items()}
+    numbers = {name: value for name, value in ANSWER.items() if name != "percent_used"} | used
+    answer = {name: f"{value:,}" for name, value in numbers.items()} if as_text else numbers
     found = parse_smart(json.dumps(answer))
     assert found == SmartWear(written_bytes=24 * 10**12, read_bytes=640 * 10**9, percentage_used=4)
     assert found.implied_tbw_bytes == 600 * 10**12

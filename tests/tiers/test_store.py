@@ -269,7 +269,10 @@ def test_fresh_starts_over_and_leaves_other_files(tmp_path: Path, engine: IoEngi
     directory = tmp_path / "store"
     with committed(directory, engine) as store:
         old = store.store_id
-    (directory / "notes.txt").write_text("mine")
+    (directory / "notes.jsonl").write_text("mine")
+    left_by_runs = ("metrics.jsonl", "status.json", "timeline.json")
+    for name in left_by_runs:
+        (directory / name).write_text("of the store before")
     with create(directory, engine, fresh=True) as store:
         before = store.record
         assert before is None
@@ -279,7 +282,8 @@ def test_fresh_starts_over_and_leaves_other_files(tmp_path: Path, engine: IoEngi
         commit(store, 0)
         assert store.record is not None
         assert store.record.generation == 1
-    assert (directory / "notes.txt").read_text() == "mine"
+    assert (directory / "notes.jsonl").read_text() == "mine"
+    assert not any((directory / name).exists() for name in left_by_runs)
     with Store.open(directory, engine=engine, check="crc") as store:
         assert read_version(store, engine, 0, 0, range(1, 3)) == 2
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +20,13 @@ from hoist.tiers.format import LOCK_NAME, STATUS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.lock import StoreLock
 from hoist.tiers.snapshots import take
+from hoist.tools.drives import change
 from hoist.tools.inspection import Condition, Inspection, inspect_store, show_span
 from hoist.tools.inspection_store import MAX_DAMAGE
 from tests.support.commands import hoist, tree
 from tests.support.damage import flip_a_bit, shorten
 from tests.support.inspected import STORE_ID, many_layouts, status_of, write_status, write_store
-from tests.support.stores import commit, committed, create, fill
+from tests.support.stores import commit, committed, create, direct_engine, fill
 
 LAYOUTS = many_layouts(3)
 STATUS = status_of(LAYOUTS, stage=2)
@@ -263,8 +265,7 @@ def test_much_damage_is_counted(store: Path) -> None:
     for path in store.glob("stages/*/*/c/1/0"):
         path.unlink()
     assert len(look(store).damage) == 20
-    for _ in range(1):
-        write_store(store.parent / "long", many_layouts(10))
+    write_store(store.parent / "long", many_layouts(10))
     for path in (store.parent / "long").glob("stages/*/*/c/1/0"):
         path.unlink()
     damage = look(store.parent / "long").damage
@@ -273,10 +274,7 @@ def test_much_damage_is_counted(store: Path) -> None:
 
 
 def test_a_drive_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from hoist.tools.drives import change
-    from hoist.tiers.io.direct import DirectEngine
-
-    with DirectEngine(num_threads=1) as engine:
+    with direct_engine() as engine:
         with committed(tmp_path / "store", engine):
             pass
         change(tmp_path / "store", engine, add=[tmp_path / "second"], remove=[])
@@ -303,7 +301,7 @@ def test_commits_meanwhile_are_no_damage(tmp_path: Path, engine: IoEngine) -> No
 
 
 def test_json(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_status(store, STATUS)
+    write_status(store, STATUS, written_at=time.time())
     with held(store):
         result = hoist(capfd, "inspect", store, "--json")
     assert (result.code, result.err) == (0, "")

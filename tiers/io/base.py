@@ -46,6 +46,9 @@ class IoEngine(ABC):
 
     #: ``direct``, ``kvikio``, or the name of a wrapper around one.
     name: str
+    #: Requests are cut into parts of at most so many bytes, and so many of them are in flight at once; others wait.
+    part_bytes: int = 4 * 2**20
+    parts_at_once: int = 8
 
     @abstractmethod
     def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:

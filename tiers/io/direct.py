@@ -80,7 +80,8 @@ class DirectEngine(IoEngine):
         ):
             if value < 1:
                 raise ValueError(f"{label}: got {value}, must be at least 1")
-        self._part_bytes = part_bytes
+        self.part_bytes = part_bytes
+        self.parts_at_once = num_threads
         self._direct = direct
         self._why = why
         self._counters = Counters()
@@ -114,7 +115,7 @@ class DirectEngine(IoEngine):
 
     def describe(self) -> str:
         if self._direct:
-            says = [f"direct: O_DIRECT from {self._num_threads} threads, parts of {self._part_bytes / 2**20:g} MiB"]
+            says = [f"direct: O_DIRECT from {self._num_threads} threads, parts of {self.part_bytes / 2**20:g} MiB"]
         else:
             says = [f"direct: buffered I/O from {self._num_threads} threads, because direct=False was asked for"]
         if len(self._pools) > 1:
@@ -158,7 +159,7 @@ class DirectEngine(IoEngine):
             view=buffer.numpy().data,
             address=buffer.data_ptr(),
         )
-        return self._enqueue(request, cut_request(offset, buffer.numel(), self._part_bytes))
+        return self._enqueue(request, cut_request(offset, buffer.numel(), self.part_bytes))
 
     def _enqueue(self, request: _Request, cuts: list[tuple[int, int]]) -> Future[None]:
         request.parts_left = len(cuts)

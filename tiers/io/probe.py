@@ -36,6 +36,8 @@ class Bandwidth:
     """Nothing went through the page cache."""
     probed_bytes: int = 0
     """What was written, and read back twice."""
+    cpu_seconds_per_byte: float = 0.0
+    """Processor time of the whole process for a byte, written or read; little else should run in it meanwhile."""
 
 
 def measure_bandwidth(
@@ -107,12 +109,12 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
             wrong.append(index)
 
     wrong: list[int] = []
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     _stream(num_requests, ring, write)
     engine.flush(path).result()
     written = time.perf_counter()
     _stream(num_requests, ring, read)
-    finished = time.perf_counter()
+    finished, cpu = time.perf_counter(), time.process_time() - started_cpu
     # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
     for buffer in ring:
         buffer.fill_(0xAA)
@@ -124,6 +126,7 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
         verified=not wrong,
         direct=engine.statistics().buffered_bytes == buffered_before,
         probed_bytes=total,
+        cpu_seconds_per_byte=cpu / (2 * total),
     )
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from hoist.tools.options import TrainOptions
 
 # Panels of `hoist train --help`.
 _WHAT, _DATA, _RUN, _OPTIMIZER, _MACHINE = "What to train", "Data", "The run", "Optimizer", "Machine"
@@ -125,6 +128,17 @@ def train(
             "their measured speed allows. Default hoist-store.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool | None,
+        typer.Option(
+            "--dry-run", rich_help_panel=_RUN,
+            help="Print what the run would take (memory, drive, seconds a step, measured in a few seconds) and stop; "
+            "nothing is created or changed.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool | None, typer.Option("--json", rich_help_panel=_RUN, help="With --dry-run: print it as JSON.")
+    ] = None,
     fresh: Annotated[
         bool | None, typer.Option("--fresh", rich_help_panel=_RUN, help="Start over in an existing store.")
     ] = None,
@@ -192,6 +206,23 @@ def train(
     seed: Annotated[
         str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
+    ] = None,
+    tbw: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="What the store's drive is rated for in its life, like 600TB (TBW in its data sheet); with several "
+            "drives repeat it for each, in their order. The store keeps it. Default: what the drive implies itself, if "
+            "nvme-cli may ask it.",
+        ),
+    ] = None,
+    write_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="Most bytes ever written to the store's drives, over all calls since it was made: the run commits and "
+            "stops before a step that could exceed it. 0 (default): no limit.",
+        ),
     ] = None,
     metrics: Annotated[
         str | None,
@@ -320,16 +351,40 @@ def train(
 ) -> int:
     """Train a model whose states live on NVMe. Without options: a small one, on text that is already here."""
     # Numbers stay text here: `options.py` reads them, whose refusals name the value.
-    given = {name: value for name, value in locals().items() if value not in (None, []) and name != "config"}
-    return _train(given, config)
+    given = {
+        name: value for name, value in locals().items() if value not in (None, []) and name not in ("config", "as_json")
+    }
+    return _train(given, config, as_json=bool(as_json))
 
 
-def _train(given: Mapping[str, Any], config: Path | None) -> int:
+def _forecast(options: TrainOptions, *, as_json: bool) -> int:
+    import json
+
+    from hoist.tools.preflight_view import render
+    from hoist.tools.show import Display
+    from hoist.tools.train import preview
+
+    console = Console()
+    with Display(Console(stderr=True) if as_json else console) as display:
+        forecast = preview(options, display)
+    if as_json:
+        print(json.dumps(forecast.to_json(), indent=2))
+    else:
+        render(forecast, console)
+    return 0
+
+
+def _train(given: Mapping[str, Any], config: Path | None, *, as_json: bool) -> int:
+    from hoist.scheduler.errors import ConfigError
     from hoist.tools.options import TrainOptions
     from hoist.tools.show import Display
     from hoist.tools.train import train as run
 
     options = TrainOptions.make(config=config, command_line=given)
+    if options.dry_run:
+        return _forecast(options, as_json=as_json)
+    if as_json:
+        raise ConfigError("--json: goes with --dry-run; a run's numbers are in --metrics FILE, one JSON object a step")
     with Display(Console()) as display:
         end = run(options, display)
         display.end(end)

@@ -1,0 +1,199 @@
+"""What each op of a plan moves and takes, from a run's buffers and what was measured: the simulator's input.
+
+Bytes are exact, a test compares them with what runs move; seconds are as good as `timing.py`'s measurements. Nothing is
+measured here, and no result of a run depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hoist.scheduler.link import LinkedPlan
+from hoist.scheduler.memory import GRADIENT_BYTES
+from hoist.scheduler.ops import Kind, Lane, Op
+from hoist.scheduler.setup import Setup
+from hoist.scheduler.simulate import Costs
+from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
+from hoist.tiers.layout import Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of one stage's ops on a micro-batch of the largest shape, alone on the machine."""
+
+    forward: float = 0.0
+    """Forward without autograd. 0 for the last stage, which has none of its own."""
+    backward: float = 0.0
+    """Recomputation and backward, for the last stage its forward, loss and backward; gradients are added to sums."""
+    first_backward: float = 0.0
+    """The same for a step's first micro-batch, whose gradients replace what was there."""
+    bind: float = 0.0
+    """Giving its modules their weights, and taking them away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """What `timing.py` has measured. Rates are of one lane alone on the machine."""
+
+    stages: tuple[StageTimes, ...]
+    update_seconds: float
+    """AdamW and splitting, an element."""
+    checksum_seconds: float
+    """An updated byte that is written."""
+    norm_seconds: float
+    """Sum of squares, an element."""
+    merge_seconds: float
+    """Both halves of a weight together, an element."""
+    op_seconds: float
+    """Handing over any op, without what it does."""
+    capacity: float
+    """What computation and updates do at once, in relation to one of them alone (`simulate.Machine`)."""
+    compute_share: float
+    """Of that, computation's share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """Bytes that an I/O op moves, and in how many requests."""
+
+    read: int = 0
+    written: int = 0
+    requests: tuple[int, ...] = ()
+    """Bytes of each."""
+
+
+class Prices:
+    """Prices the ops of one run."""
+
+    def __init__(self, setup: Setup, *, part_bytes: int) -> None:
+        """``part_bytes``: longer requests are cut into parts by the engine."""
+        self._setup = setup
+        self._part_bytes = part_bytes
+        elements = setup.memory.piece_elements
+        self._pieces: list[tuple[Piece, ...]] = [layout.pieces(elements) for layout in setup.layouts]
+        kept = setup.memory.kept
+        self._kept_weights, self._kept_moments = kept.weights, kept.moments
+
+    def costs(self, linked: LinkedPlan, times: Times) -> Costs:
+        """What each op of a plan takes."""
+        ops = linked.plan.ops
+        moved = [self.moved(op) if op.lane is Lane.IO else _NOTHING for op in ops]
+        first: set[int] = set()
+        seconds: list[float] = []
+        for op in ops:
+            if op.lane in (Lane.IO, Lane.NONE):
+                seconds.append(0.0)
+                continue
+            handing_over = 0.0 if op.lane is Lane.COMMIT else times.op_seconds  # which does nothing between commits
+            seconds.append(self._work_seconds(op, times, first) + handing_over)
+        return Costs(
+            seconds=seconds,
+            read_bytes=[each.read for each in moved],
+            written_bytes=[each.written for each in moved],
+            parts=[sum(-(-size // self._part_bytes) for size in each.requests) for each in moved],
+        )
+
+    def bytes_of(self, ops: Sequence[Op]) -> tuple[int, int]:
+        """Bytes that some ops read and write, if every tensor gets a gradient and no update is made again."""
+        moved = [self.moved(op) for op in ops if op.lane is Lane.IO]
+        return sum(each.read for each in moved), sum(each.written for each in moved)
+
+    # ------------------------------------------------------------------ bytes
+
+    def moved(self, op: Op) -> Moved:
+        """What an I/O op moves. Updates that may have to be made again are taken as not needed."""
+        setup = self._setup
+        if op.redo:
+            return _NOTHING
+        if op.kind in (Kind.SPILL_ACTIVATION, Kind.FETCH_ACTIVATION):
+            size = setup.memory.demand.activation_bytes
+            return _written(size) if op.kind is Kind.SPILL_ACTIVATION else _read(size)
+        if op.kind in (Kind.SPILL_GRADIENT, Kind.FETCH_GRADIENT):
+            size = setup.memory.demand.stages[op.stage].gradients
+            return _written(size) if op.kind is Kind.SPILL_GRADIENT else _read(size)
+        if op.kind is Kind.READ_FROZEN:
+            return _read(*(part.num_bytes for part in setup.frozen[op.stage].ranges))
+        piece = self._piece(op)
+        count = piece.num_elements
+        if op.kind is Kind.READ_WEIGHTS:
+            return _read(*(array.itemsize * count for array in WEIGHT_ARRAYS))
+        if op.kind is Kind.STASH_GRADIENT:
+            return _written(GRADIENT_BYTES * count)
+        if op.kind is Kind.READ_KEPT:
+            return _read(*(array.itemsize * count for array in self._kept(op.stage, piece.chunk)))
+        stored = [array.itemsize * count for array in self._stored(op.stage, piece.chunk)]
+        if op.kind is Kind.WRITE_STATES:
+            return _written(*stored)
+        if op.kind is Kind.READ_STATES:
+            return _read(*stored, *([GRADIENT_BYTES * count] if op.stashed else []))
+        raise ValueError(f"{op}: is no I/O")
+
+    def _piece(self, op: Op) -> Piece:
+        return self._pieces[op.stage if op.owner < 0 else op.owner][op.piece]
+
+    def _kept(self, stage: int, chunk: int) -> tuple[StateArray, ...]:
+        if chunk in self._kept_moments[stage]:
+            return tuple(StateArray)
+        return tuple(WEIGHT_ARRAYS) if chunk in self._kept_weights[stage] else ()
+
+    def _stored(self, stage: int, chunk: int) -> list[StateArray]:
+        kept = self._kept(stage, chunk)
+        return [array for array in StateArray if array not in kept]
+
+    # ------------------------------------------------------------------ seconds
+
+    def _work_seconds(self, op: Op, times: Times, first: set[int]) -> float:
+        """What the op itself takes. ``first``: stages whose first backward of the step has been priced."""
+        stage = times.stages[op.stage] if op.stage >= 0 else StageTimes()
+        if op.kind is Kind.FORWARD:
+            return stage.forward
+        if op.kind in (Kind.LOSS, Kind.BACKWARD):
+            if op.stage in first:
+                return stage.backward
+            first.add(op.stage)
+            return stage.first_backward
+        if op.kind is Kind.BIND:
+            return stage.bind
+        if op.kind is Kind.NORM:
+            return times.norm_seconds * self._setup.layouts[op.stage].num_elements
+        if op.kind is Kind.MERGE:
+            return times.merge_seconds * self._merged(op.stage, op.owner, self._piece(op))
+        if op.kind is Kind.WIDEN:
+            return times.merge_seconds * sum(
+                tensor.placed.spec.num_elements for tensor in self._setup.frozen[op.stage].tensors
+            )
+        if op.kind is Kind.UPDATE and not op.redo:
+            piece = self._piece(op)
+            written = sum(array.itemsize for array in self._stored(op.stage, piece.chunk))
+            merged = sum(self._merged(user, op.stage, piece) for user in op.refresh)
+            merged += piece.num_elements if op.fill else 0
+            return (
+                times.update_seconds + written * times.checksum_seconds
+            ) * piece.num_elements + times.merge_seconds * merged
+        return 0.0
+
+    def _merged(self, stage: int, owner: int, piece: Piece) -> int:
+        """Elements of an owner's piece that a stage puts into its weight buffer."""
+        if stage == owner:
+            return piece.num_elements
+        return sum(
+            max(
+                0,
+                min(piece.stop, lent.placed.offset + lent.placed.spec.num_elements)
+                - max(piece.start, lent.placed.offset),
+            )
+            for lent in self._setup.borrowed[stage]
+            if lent.owner == owner
+        )
+
+
+_NOTHING = Moved()
+
+
+def _read(*sizes: int) -> Moved:
+    return Moved(read=sum(sizes), requests=sizes)
+
+
+def _written(*sizes: int) -> Moved:
+    return Moved(written=sum(sizes), requests=sizes)

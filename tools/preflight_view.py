@@ -1,0 +1,119 @@
+"""How the forecast of a run looks on a terminal, in 80 columns, and in a log. The record is `forecast.py`'s."""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich.console import Console
+
+from hoist.scheduler.preflight import Prediction
+from hoist.tools.forecast import KINDS, TEXTBOOK, Forecast
+from hoist.tools.sizes import show_bytes
+
+_LABEL_WIDTH = 9
+#: Lanes as people call them.
+_NAMES = {
+    "compute": "computation", "io": "i/o", "optim": "updates", "copy": "merging weights", "commit": "commits",
+}  # fmt: skip
+
+
+def render(forecast: Forecast, console: Console) -> None:
+    """Print the plan of a run: tiers, drives, traffic, the predicted step and what it hangs on."""
+    for line in lines(forecast, console.width if console.is_terminal else 0):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def lines(forecast: Forecast, width: int) -> list[str]:
+    """The lines of :func:`render`; text is wrapped to ``width`` columns, or not at all if that is 0."""
+    found = _tiers(forecast)
+
+    def field(label: str, text: str) -> None:
+        parts = [text]
+        if width:
+            parts = textwrap.wrap(
+                text, max(20, width - _LABEL_WIDTH), break_long_words=False, break_on_hyphens=False
+            )
+        found.extend(
+            f"{'' if number else label:<{_LABEL_WIDTH}}{part}".rstrip() for number, part in enumerate(parts)
+        )
+
+    for number, drive in enumerate(forecast.drives):
+        field(
+            "" if number else "drive",
+            f"{drive.directory}: needs {show_bytes(drive.need_bytes)} more, {show_bytes(drive.free_bytes)} are free",
+        )
+    prediction = forecast.prediction
+    if prediction is None:
+        field("predicted", f"nothing: the machine could not be measured: {forecast.why_not}")
+        return found
+    field("", f"measured {_speed(prediction.read_bytes_per_second)} read, "
+          f"{_speed(prediction.write_bytes_per_second)} written")  # fmt: skip
+    field("traffic", _traffic(forecast, prediction))
+    field("a step", _step(prediction))
+    field("", _lanes(prediction))
+    if forecast.run_seconds is not None:
+        field(
+            "the run",
+            f"{forecast.steps_left:,} steps in {_duration(forecast.run_seconds)}, at "
+            f"{prediction.tokens / prediction.seconds:,.0f} tokens/s; commits and evaluations come on top",
+        )
+    if prediction.advice is not None:
+        field("faster", prediction.advice)
+    return found
+
+
+def _tiers(forecast: Forecast) -> list[str]:
+    """The table of bytes by tier and kind."""
+    heading = ["", *KINDS, "total"]
+    rows = [heading]
+    for name, tier in (("device", forecast.device), ("host", forecast.host), ("nvme", forecast.nvme)):
+        if tier:
+            rows.append([name, *(show_bytes(tier.get(kind, 0)) for kind in KINDS), show_bytes(sum(tier.values()))])
+    found = [f"{row[0]:<{_LABEL_WIDTH}}" + "".join(f"{cell:>11} " for cell in row[1:]).rstrip() for row in rows]
+    found.append(
+        f"{'':<{_LABEL_WIDTH}}host is within the budget of {show_bytes(forecast.host_budget_bytes)}"
+        + ("" if forecast.device else "; the CPU computes: no device memory")
+    )
+    return found
+
+
+def _traffic(forecast: Forecast, prediction: Prediction) -> str:
+    count = max(1, forecast.num_parameters)
+    read, written = prediction.read_bytes, prediction.written_bytes
+    return (
+        f"a step reads {show_bytes(read)} and writes {show_bytes(written)}: {read / count:.1f} + {written / count:.1f} "
+        f"bytes a parameter ({TEXTBOOK[0]} + {TEXTBOOK[1]} with nothing in memory)"
+    )
+
+
+def _step(prediction: Prediction) -> str:
+    without = prediction.seconds - prediction.margin_seconds
+    return (
+        f"{_seconds(prediction.seconds)} predicted, bound by {_NAMES[prediction.bound_by]}: without that it would be "
+        f"{_seconds(without)}, and bound by {_NAMES[prediction.next_bound]}"
+    )
+
+
+def _lanes(prediction: Prediction) -> str:
+    alone = (
+        f"alone: computation {_seconds(prediction.compute_seconds)}, i/o {_seconds(prediction.io_seconds)}, "
+        f"updates {_seconds(prediction.optim_seconds)}, merging {_seconds(prediction.copy_seconds)}"
+    )
+    return f"{alone}; perfect overlap {_seconds(prediction.limit_seconds)}"
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{show_bytes(bytes_per_second)}/s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 100 else f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
