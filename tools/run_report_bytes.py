@@ -6,10 +6,11 @@ Each function makes one section of facts. What is within a step is in `run_repor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from hoist.scheduler.endurance import Wear, judge
 from hoist.tiers.format import METRICS_NAME, STATUS_NAME, WEAR_NAME
-from hoist.tools.run_report_charts import Bar, Chart, Curve, bars, curves
+from hoist.tools.run_report_charts import Bar, Curve, bars, curves
 from hoist.tools.run_report_facts import RunFacts, number
 from hoist.tools.run_report_parts import (
     Cell,
@@ -20,13 +21,16 @@ from hoist.tools.run_report_parts import (
     against,
     byte_scale,
     columns,
+    decimal_scale,
     middle,
     show_share,
     steady,
     times,
 )
 from hoist.tools.run_report_series import Values, over, points, table, thinned
-from hoist.tools.sizes import show_bytes
+from hoist.tools.sizes import show_bytes, show_decimal
+from hoist.tools.wear import show_days
+from hoist.tools.wear import show_share as show_wear
 
 #: Bytes read and written per trained parameter and step with nothing kept in memory: vertical order, float32.
 FORMULA_READ_BYTES, FORMULA_WRITTEN_BYTES = 20, 12
@@ -272,83 +276,81 @@ def _tiers(facts: RunFacts) -> Figure:
 
 
 def wear(facts: RunFacts) -> Section:
-    """What the drive has taken so far, per step, and what the run will add."""
-    told = dict(facts.status.wear or {}) if facts.status is not None else {}
-    written = number(facts.wear.get("written_bytes"))
-    if written is None:
-        written = number(told.get("written_bytes"))
-    steps = facts.steps
-    per_step = number(told.get("written_bytes_per_step"))
-    if per_step is None:
-        per_step = middle([step.nvme_written_bytes for step in steady(facts)])
-    by_step = [step.nvme_written_bytes for step in steps]
-    if written is None and not any(by_step):
-        return Section(key="wear", title="Drive wear", figures=(), words=(facts.why(WEAR_NAME),))
-    of_steps = sum(value or 0 for value in by_step)
-    notes: list[str] = []
-    if written is None:
-        written = float(of_steps)
-        notes.append("What making the store, commits after the last step and snapshots wrote is not counted here: "
-                     + facts.why(WEAR_NAME))  # fmt: skip
-    num_steps = facts.store.num_steps
+    """What the drives have taken so far, per step, and what the run will add."""
+    title, record, steps = "Drive wear", facts.wear, facts.steps
+    if record is None:
+        return Section(key="wear", title=title, figures=(), words=(facts.why(WEAR_NAME),))
+    told = facts.status.wear or {} if facts.status is not None else {}
+    recent = steady(facts)
+    per_step = number(told.get("written_bytes_per_step")) or middle([step.nvme_written_bytes for step in recent]) or 0.0
     done = steps[-1].step if steps else facts.store.step
-    projected = None
-    if num_steps and per_step is not None and num_steps > done:
-        projected = written + (num_steps - done) * per_step
-        notes.append(f"The end at step {num_steps:,} is an estimate: as much per step as the last steps wrote.")
-    tbw = number(told.get("tbw_bytes"))
-    title = f"{show_bytes(written)} written so far"
-    if projected is not None:
-        title += f", {show_bytes(projected)} by the end of the run (estimated)"
-    if tbw:
-        title += f"; {show_share((projected or written) / tbw)} of what the drive is rated for"
+    left = max(0, facts.store.num_steps - done) if facts.store.num_steps is not None else None
+    found = judge(
+        record,
+        bytes_per_step=per_step,
+        seconds_per_step=middle([step.seconds for step in recent]),
+        steps_left=left,
+    )
+    return Section(key="wear", title=title, figures=(_wear(facts, found, done, done + (left or 0)),))
+
+
+def _wear(facts: RunFacts, found: Wear, done: int, last_step: int) -> Figure:
+    steps, worst = facts.steps, found.worst
+    end = found.written_bytes + (found.run_bytes or 0.0)
+    headline = f"{show_decimal(found.written_bytes)} written so far"
+    notes = ["All that hoist has ever written to the store's drives counts, making the store and snapshots included."]
+    if found.run_bytes:
+        headline += f", {show_decimal(end)} by step {last_step:,} (estimated)"
+        notes.append("The estimate: each step that is left writes as much as a step does now.")
+    if worst is not None and worst.used_share is not None:
+        headline += f"; {show_wear(worst.used_share + (worst.run_share or 0.0))} of what the drive is rated for"
     else:
-        notes.append("The drive's rated endurance is not known; hoist train --tbw names it.")
-    sums, total = [], written - of_steps  # what was written before and beside the steps lies below the curve
-    total = max(0.0, total)
-    for value in by_step:
-        total += value or 0
+        notes.append("What the drive is rated for is not known; hoist train --tbw 600TB, say, names it.")
+    # What was written before and beside the steps lies below the curve.
+    total = max(0.0, float(found.written_bytes - sum(step.nvme_written_bytes or 0 for step in steps)))
+    sums: list[float | None] = []
+    for step in steps:
+        total += step.nvme_written_bytes or 0
         sums.append(total)
-    scale, unit = byte_scale(max(projected or 0.0, written))
-    found = [Curve(label="written", colour="@vermilion", points=points(steps, over(sums, scale)))]
-    if projected is not None and steps:
-        ends = [(done, written / scale), (num_steps or done, projected / scale)]
-        found.append(Curve(label="estimated", colour="@grey", points=ends, dashed=True))
-    rows: list[tuple[Cell, ...]] = [
-        ("written so far", written, written),
-        ("written a step", per_step, per_step),
-        ("written by the end, estimated", projected, projected),
-        ("read so far", number(facts.wear.get("read_bytes")), number(facts.wear.get("read_bytes"))),
-        ("rated endurance", tbw, tbw),
-    ]
-    extra = [("source of the rating", told.get("source")), ("used of the rating", told.get("used_share")),
-             ("days until the rating, at this pace", told.get("days_left"))]  # fmt: skip
-    lines: list[tuple[Cell, ...]] = [*rows]
-    for name, value in extra:
-        if value is None:
-            continue
-        text = value if isinstance(value, str) else show_share(value) if "used" in name else f"{value:,.0f}"
-        lines.append((name, text, value))
-    return Section(
+    scale, unit = decimal_scale(end)
+    drawn = [Curve(label="written", colour="@vermilion", points=points(steps, over(sums, scale)))]
+    if found.run_bytes and steps:
+        ends = [(done, found.written_bytes / scale), (last_step, end / scale)]
+        drawn.append(Curve(label="estimated", colour="@grey", points=ends, dashed=True))
+    if steps:
+        chart = curves("wear", drawn, x_title="step", y_title=f"{unit} written in all", from_zero=True)
+    else:
+        bar = Bar(
+            label="written so far", value=end / scale, part="written", shown=show_decimal(found.written_bytes)
+        )
+        chart = bars("wear", [bar], title=unit, colours={"written": "@vermilion"})
+    return Figure(
         key="wear",
-        title="Drive wear",
-        figures=(
-            Figure(
-                key="wear",
-                title=title,
-                alt="Curve of the bytes written to the drive in all, with an estimate until the end of the run dashed",
-                chart=_wear_chart(found, written, unit, scale),
-                table=Table(
-                    columns=columns(("what", Unit.TEXT), ("amount", Unit.BYTES), ("exactly", Unit.COUNT)), rows=lines
-                ),
-                notes=(*notes, *thinned(len(steps))),
-            ),
-        ),
+        title=headline,
+        alt="Curve of the bytes written to the drive in all, with an estimate until the end of the run dashed",
+        chart=chart,
+        table=_wear_table(found),
+        notes=(*notes, *thinned(len(steps))),
     )
 
 
-def _wear_chart(found: Sequence[Curve], written: float, unit: str, scale: float) -> Chart:
-    if any(curve.points for curve in found):
-        return curves("wear", found, x_title="step", y_title=f"{unit} written in all", from_zero=True)
-    one = Bar(label="written so far", value=written / scale, part="written", shown=show_bytes(written))
-    return bars("wear", [one], title=unit, colours={"written": "@vermilion"})
+def _wear_table(found: Wear) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        ("written so far", show_decimal(found.written_bytes), found.written_bytes),
+        ("read so far", show_decimal(found.read_bytes), found.read_bytes),
+        ("written a step", show_decimal(found.written_bytes_per_step), found.written_bytes_per_step),
+    ]
+    if found.run_bytes is not None:
+        rows.append(("still to be written, estimated", show_decimal(found.run_bytes), found.run_bytes))
+    for drive in found.drives:
+        rows.append((f"{drive.directory}: written", show_decimal(drive.written_bytes), drive.written_bytes))
+        if drive.tbw_bytes is None:
+            continue
+        rows.append((f"{drive.directory}: rated for ({drive.source})", show_decimal(drive.tbw_bytes), drive.tbw_bytes))
+        if drive.used_share is not None:
+            rows.append((f"{drive.directory}: used of it", show_wear(drive.used_share), drive.used_share))
+        if drive.days_left is not None:
+            rows.append((f"{drive.directory}: left at this speed", show_days(drive.days_left), drive.days_left))
+    return Table(
+        columns=columns(("what", Unit.TEXT), ("amount", Unit.SHOWN), ("bytes, share or days", Unit.NUMBER)), rows=rows
+    )

@@ -16,6 +16,7 @@ from hoist.scheduler.metrics_log import Recorded, read_metrics
 from hoist.scheduler.status import RunStatus
 from hoist.tiers.format import METRICS_NAME, STATUS_NAME, TIMELINE_NAME, WEAR_NAME
 from hoist.tiers.small_files import Unusable, read_object
+from hoist.tiers.wear import WearRecord, read_wear
 from hoist.tools.inspection import Inspection, inspect_store
 from hoist.tools.run_report_timeline import Timeline
 
@@ -104,8 +105,8 @@ class RunFacts:
     evaluations: tuple[EvalFacts, ...]
     """By step, each once."""
     timeline: Timeline | None
-    wear: Mapping[str, Any]
-    """wear.json as it is; empty if there is none."""
+    wear: WearRecord | None
+    """Bytes ever written to the store's drives."""
     problems: Mapping[str, str]
     """By file name: why there is nothing, or less, from it. One sentence each."""
 
@@ -137,17 +138,14 @@ def gather(directory: Path) -> RunFacts:
     if found.view.is_snapshot:
         for name in (STATUS_NAME, METRICS_NAME, TIMELINE_NAME, WEAR_NAME):
             problems[name] = f"This is a snapshot: {name} stays in the store that it was made of."
-        recorded, timeline, wear = Recorded(steps=(), evaluations=()), None, {}
+        recorded, timeline, wear = Recorded(steps=(), evaluations=()), None, None
     else:
         if found.status is None:
             told = [note for note in found.notes if STATUS_NAME in note]
             problems[STATUS_NAME] = _sentence(told[0]) if told else _missing(STATUS_NAME, "what the run is doing")
         recorded = _metrics(where / METRICS_NAME, problems)
         timeline = _timeline(where / TIMELINE_NAME, problems)
-        wear = _document(where / WEAR_NAME, problems, "what the store has written") or {}
-        if wear and wear.get("store_id") != found.view.store_id:
-            problems[WEAR_NAME] = f"{WEAR_NAME} is another store's, and is passed over."
-            wear = {}
+        wear = _wear(where, problems)
     if found.damage:
         problems["damage"] = _sentence("; ".join(found.damage))
     return RunFacts(
@@ -215,6 +213,17 @@ def _document(path: Path, problems: dict[str, str], what: str) -> dict[str, Any]
     if isinstance(found, Unusable):
         problems[path.name] = _sentence(f"{found.detail[:300]}; it is passed over")
         return None
+    return found
+
+
+def _wear(store: Path, problems: dict[str, str]) -> WearRecord | None:
+    try:
+        found = read_wear(store)
+    except (OSError, ValueError) as error:
+        problems[WEAR_NAME] = _sentence(f"{str(error)[:300]}; it is passed over")
+        return None
+    if found is None:
+        problems[WEAR_NAME] = _missing(WEAR_NAME, "what the store has ever written")
     return found
 
 

@@ -24,6 +24,8 @@ class Unit(Enum):
     """How a column's numbers are written."""
 
     TEXT = ""
+    SHOWN = "shown"
+    """Text of a number with its unit."""
     COUNT = "count"
     NUMBER = "number"
     BYTES = "bytes"
@@ -159,6 +161,14 @@ def middle(values: Sequence[float | None]) -> float | None:
     """Median of those that are known."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def decimal_scale(largest: float) -> tuple[float, str]:
+    """The same in powers of 1000, as drives are rated."""
+    for power, name in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if largest >= 10**power:
+            return float(10**power), name
+    return 1.0, "bytes"
 
 
 def byte_scale(largest: float) -> tuple[float, str]:

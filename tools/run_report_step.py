@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hoist.scheduler.status import STATE_KINDS
 from hoist.tiers.format import METRICS_NAME, TIMELINE_NAME
 from hoist.tools.run_report_charts import Bar, Curve, Span, bars, curves, spans
-from hoist.tools.run_report_facts import RunFacts, StepFacts, number
+from hoist.tools.run_report_facts import RunFacts, StepFacts
 from hoist.tools.run_report_parts import (
     Cell,
     Figure,
@@ -375,18 +375,15 @@ def bound(facts: RunFacts) -> Bound | None:
     if not tokens:
         return None
     prediction = facts.prediction
-    told = facts.status.prediction if facts.status is not None else None
-    by_lane = told.get("lanes") if told else None
     measured = middle([step.seconds for step in recent])
     if "compute_seconds" in prediction and "io_seconds" in prediction:
-        fixed = {"io": prediction["io_seconds"]}
-        if isinstance(by_lane, Mapping):
-            fixed |= {lane: float(by_lane[lane]) for lane in ("optim", "copy") if number(by_lane.get(lane)) is not None}
+        names = {"io": "io_seconds", "optim": "optim_seconds", "copy": "copy_seconds"}
+        fixed = {lane: prediction[name] for lane, name in names.items() if name in prediction}
         compute = prediction["compute_seconds"]
         is_predicted = True
     else:
-        names = {lane for step in recent for lane in step.busy_seconds}
-        busy = {lane: middle([step.busy_seconds.get(lane) for step in recent]) or 0.0 for lane in names}
+        there = {lane for step in recent for lane in step.busy_seconds}
+        busy = {lane: middle([step.busy_seconds.get(lane) for step in recent]) or 0.0 for lane in there}
         if _COMPUTE not in busy or "io" not in busy:
             return None
         compute, is_predicted = busy[_COMPUTE], False

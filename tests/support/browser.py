@@ -48,8 +48,11 @@ class Shown:
     wrong: list[str] = field(default_factory=list)
     """Messages on the console, errors in scripts, and requests for anything but the file."""
 
-    def table(self, key: str) -> list[dict[str, float | str | None]]:
-        """The numbers of a figure's table, by column, as a reader of the page gets them: exact where it has them."""
+    def table(self, key: str) -> list[dict[str, Any]]:
+        """The numbers of a figure's table, by column, as a reader of the page gets them: exact where it has them.
+
+        None: a dash.
+        """
         rows: list[list[Any]] = self.page.evaluate(
             """key => [...document.querySelectorAll(`#table-${key} tr`)].map(row => [...row.cells].map(cell =>
                 [cell.textContent, cell.dataset.value ?? null, cell.classList.contains("t")]))""",
