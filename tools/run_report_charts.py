@@ -125,7 +125,10 @@ def curves(
                 tooltip=[altair.Tooltip("t:N", title="marked")]
             )
         )
-        layers.append(marked.mark_text(dy=16, color="@ink", aria=False).encode(text="t:N"))
+        # The label is on the side where the curve is not.
+        _, nearest = min(((abs(x - mark[0]), y) for x, y in found[0].points if y is not None), default=(0.0, 0.0))
+        above = mark[1] >= nearest
+        layers.append(marked.mark_text(dy=-15 if above else 17, color="@ink", aria=False).encode(text="t:N"))
     return _chart(altair.layer(*layers), datasets, height=height, big=big)
 
 
@@ -142,7 +145,7 @@ def bars(
     largest = max((bar.value for bar in found), default=0.0)
     scale = altair.Scale(domain=[0, top if top is not None else 1.55 * largest or 1.0], nice=False)
     base = altair.Chart(altair.NamedData(name=name)).encode(
-        y=altair.Y("l:N", title=None, sort=labels, axis=altair.Axis(ticks=False, domain=False, labelLimit=150)),
+        y=altair.Y("l:N", title=None, sort=labels, axis=altair.Axis(ticks=False, domain=False)),
         x=altair.X(
             "v:Q", title=title, scale=scale, stack="zero" if not labelled else None,
             axis=altair.Axis(format=format, tickCount=5),
@@ -243,7 +246,7 @@ def config() -> dict[str, Any]:
         "view": {"stroke": None},
         "axis": {
             "labelColor": "@muted", "titleColor": "@muted", "titleFontWeight": "normal", "gridColor": "@grid",
-            "domainColor": "@line", "tickColor": "@line", "labelFontSize": 11, "titleFontSize": 11,
+            "domainColor": "@line", "tickColor": "@line", "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 190,
         },
         "legend": {
             "orient": "top", "direction": "horizontal", "labelColor": "@ink", "labelFontSize": 11, "columns": 4,

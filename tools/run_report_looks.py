@@ -77,11 +77,14 @@ SCRIPT = """"use strict";
   let wasNarrow = narrow();
   const draw = async () => {
     const small = narrow();
-    const config = structuredClone(report.config);
-    config.legend.columns = small ? 2 : 4;
-    config.legend.labelLimit = small ? 112 : 220;
     for (const [key, spec] of Object.entries(report.figures)) {
       const place = document.getElementById("chart-" + key);
+      const config = structuredClone(report.config);
+      config.axis.labelLimit = small ? 120 : 190;
+      // As many columns of a legend as its longest label leaves room for.
+      const labels = (spec.layer?.[0] ?? spec).encoding.color?.scale?.domain ?? [];
+      const room = (place.clientWidth - 80) / (5.6 * Math.max(8, ...labels.map(label => label.length)) + 30);
+      config.legend.columns = Math.max(1, Math.min(8, Math.floor(room)));
       try {
         await window.vegaEmbed(place, structuredClone(spec), {
           mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, config,

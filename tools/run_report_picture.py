@@ -59,7 +59,7 @@ def _whole(report: Report) -> dict[str, Any]:
 
 
 def _header(subtitle: str, cards: Sequence[tuple[str, str]]) -> list[str]:
-    return [subtitle, *textwrap.wrap("   ".join(f"{what}: {value}" for what, value in cards), 150)]
+    return [subtitle, *textwrap.wrap("; ".join(f"{what}: {value}" for what, value in cards), 150)]
 
 
 def _view(figure: Figure) -> dict[str, Any]:

@@ -159,6 +159,7 @@ class Level(IntEnum):
     HOST_FILLING = 2
     HOST = 3
     HOST_DIRTY = 4
+    """Newer than what NVMe holds, or the only copy."""
     DEVICE_FILLING = 5
     DEVICE = 6
     DEVICE_DIRTY = 7
@@ -174,10 +175,10 @@ _LABELS = {
     Level.NVME: "NVMe only",
     Level.HOST_FILLING: "host, arriving",
     Level.HOST: "host",
-    Level.HOST_DIRTY: "host, newer than NVMe",
+    Level.HOST_DIRTY: "host, dirty",
     Level.DEVICE_FILLING: "device, arriving",
     Level.DEVICE: "device",
-    Level.DEVICE_DIRTY: "device, newer than NVMe",
+    Level.DEVICE_DIRTY: "device, dirty",
 }
 #: Kinds whose bytes are on NVMe whenever they are nowhere else.
 _HOMED = ("weights", "moments")

@@ -150,6 +150,7 @@ def _map_figure(
     notes = [
         f"Colour: the highest level reached in each of {TIME_BINS} equal parts of the step"
         + (", by any kind of state." if whole else ".")
+        + " Dirty: newer than what NVMe holds, or the only copy."
     ]
     together = len(groups[0][1])
     if together > 1:
@@ -162,7 +163,7 @@ def _map_figure(
         title=title,
         alt=f"Map with a row for each stage over the time of step {timeline.step}, coloured by the highest tier "
         + ("that holds any of its states" if whole else f"that holds its {kinds[0]}")
-        + "; what is newer than NVMe is darker",
+        + "; what is dirty is darker",
         chart=spans(
             key, found, rows=[name for name, _ in groups], colours=_LEVEL_COLOURS, stop=seconds,
             x_title="seconds since the step began", big=whole, narrow=not whole,
@@ -425,8 +426,7 @@ def _bound_bars(found: Bound) -> Figure:
         rows.append(("measured step", "measured", found.measured_seconds))
     title = found.verdict
     if found.measured_seconds and limit:
-        over = found.measured_seconds / limit - 1
-        title += f"; a step takes {show_share(abs(over))} {'more' if over >= 0 else 'less'} than the longest of them"
+        title += f"; the measured step takes {found.measured_seconds / limit:.3g} times the longest of them"
     return Figure(
         key="bound",
         title=title,
