@@ -325,9 +325,12 @@ def train(
 
 
 def _train(given: Mapping[str, Any], config: Path | None) -> int:
-    from hoist.tools.options import TrainOptions
-    from hoist.tools.show import Display
-    from hoist.tools.train import train as run
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.tools.options import TrainOptions
+        from hoist.tools.show import Display
+        from hoist.tools.train import train as run
 
     options = TrainOptions.make(config=config, command_line=given)
     with Display(Console()) as display:
