@@ -6,6 +6,7 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -48,6 +49,8 @@ from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.manager import ItemKind, Manager, Residency, Tier
 from hoist.tiers.store import Store
+
+_log = logging.getLogger(__name__)
 
 #: Key of the trainer's own counters in a commit's run record.
 COUNTERS_KEY = "counters"
@@ -568,6 +571,14 @@ class Trainer:
             plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
         else:
             plan = link(flush(self._shapes, buffers, pending=self._pending))
+        _log.debug(
+            "plan %s of %d micro-batches%s%s: %d ops",
+            plan.plan.name,
+            num_micro_batches,
+            ", cold" if self._cold else "",
+            ", with updates of the step before" if self._pending else "",
+            len(plan.plan.ops),
+        )
         if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
             self._plans[key] = plan
         return plan

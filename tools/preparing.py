@@ -116,6 +116,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
+        report.progress("sizing the run", 0, 0)
         model, adapter = _staged(options, source, layouts)
         if options.isolate_documents:
             _check_isolation(options, model)
@@ -131,6 +132,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         measured: tuple[MeasuredDirectory, ...] = ()
         if not resume:
             if further:
+                report.progress("measuring the drives", 0, 0)
                 measured = measure([directory, *further], engine, num_bytes=measured_bytes(layouts))
             Store.check_creation(
                 directory,

@@ -443,6 +443,7 @@ class _Loop:
                 self._report.step(self._last, self._start)
                 snapshots.after_step(trainer)
                 self._evaluate(trainer)
+            self._report.progress("finishing updates and committing", 0, 0)
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
@@ -467,7 +468,11 @@ class _Loop:
         """Evaluate, if that is due after this step; a signal ends it."""
         if self._evaluation is None or not self._evaluation.is_due(trainer.step_number):
             return
-        found = self._evaluation.run(trainer, lambda: bool(self._stop.signal))
+        found = self._evaluation.run(
+            trainer,
+            lambda: bool(self._stop.signal),
+            lambda done, total: self._report.progress("evaluating", done, total, "rows"),
+        )
         if found is None:
             self._report.notice(
                 f"the evaluation after step {trainer.step_number} was cut short by the signal, and is left out"
