@@ -34,6 +34,7 @@ from tests.support.commands import (
     tree,
 )
 from tests.support.reporters import Recorder
+from tests.support.traces import read_trace
 
 
 @dataclass(kw_only=True, slots=True)
@@ -345,6 +346,14 @@ def test_metrics_path(shell: Shell) -> None:
     assert "is not a directory; make it first" in shell.train_refused(metrics=shell.job.data / "m.jsonl")
     shell.train(steps=1, metrics=folder / "m.jsonl")
     assert len(read_metrics(folder / "m.jsonl")) == 1
+
+
+def test_trace_path(shell: Shell) -> None:
+    folder = shell.job.folder
+    assert f"--trace {folder}: is a directory" in shell.train_refused(trace=folder)
+    assert "is not a directory; make it first" in shell.train_refused(trace=folder / "no" / "t.json")
+    shell.train(steps=1, trace=folder / "t.json")
+    assert "step 1" in {each.name for each in read_trace(folder / "t.json").other()}
 
 
 # --- memory and I/O ---------------------------------------------------------------------------------------------------
