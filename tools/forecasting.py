@@ -18,7 +18,7 @@ from hoist.scheduler.setup import Setup
 from hoist.tiers import allocation, drives
 from hoist.tiers.errors import HoistError
 from hoist.tiers.format import SCRATCH_DIRECTORY
-from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import StageLayout
 from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
@@ -35,9 +35,10 @@ class Told(Protocol):
         """How far a long preparation is."""
 
 
-def make_forecast(run: Prepared, engine: IoEngine, report: Told, stop: Stop) -> Forecast:
+def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
     """Measure and predict. Where that fails, the forecast says why, since the run itself may well go on.
 
+    The drive is measured through an engine like the run's own, whose counters are for what the run moves.
     Raises StoppedError on a signal.
     """
     config, setup = run.options.trainer_config(), run.setup
@@ -51,14 +52,15 @@ def make_forecast(run: Prepared, engine: IoEngine, report: Told, stop: Stop) -> 
         report.progress(what, done, total)
 
     try:
-        prediction, measured = predict(
-            run.model,
-            setup,
-            config,
-            engine=engine,
-            drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
-            progress=progress,
-        )
+        with choose_engine(run.options.io) as engine:
+            prediction, measured = predict(
+                run.model,
+                setup,
+                config,
+                engine=engine,
+                drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
+                progress=progress,
+            )
     except StoppedError:
         raise
     except (HoistError, RuntimeError, ValueError, OSError) as error:

@@ -75,7 +75,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
-            forecast = None if rows is None else make_forecast(run, engine, report, stop)
+            forecast = None if rows is None else make_forecast(run, report, stop)
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
@@ -109,7 +109,7 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
         made = [rows]
         try:
             made.append(None if rows is None else _validation_data(run, rows, report, stop))
-            return make_forecast(run, engine, report, stop)
+            return make_forecast(run, report, stop)
         finally:
             for each in made:
                 if each is not None and each.source.made is not None:
