@@ -159,8 +159,7 @@ def measure_drives(setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace])
 
     The slowest in relation to its share sets the pace. Raises StoreRefusedError, TransferError.
     """
-    request_bytes = max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements))
-    request_bytes = round_up(request_bytes, _PAGE_BYTES)
+    request_bytes = _request_bytes(setup, engine)
     most = max(1, min(_IN_FLIGHT_BYTES, setup.memory.need_bytes // 2) // request_bytes)
     in_flight = min(DRIVE_REQUESTS, most)
     num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
@@ -188,6 +187,17 @@ def measure_drives(setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace])
         latency_seconds=max(latency_seconds for _, _, _, latency_seconds in found),
         cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _, _ in found),
     )
+
+
+def _request_bytes(setup: Setup, engine: IoEngine) -> int:
+    return round_up(max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements)), _PAGE_BYTES)
+
+
+def probed_bytes(setup: Setup, engine: IoEngine) -> int:
+    """What :func:`measure_drives` writes to each drive; it reads twice as much."""
+    request_bytes = _request_bytes(setup, engine)
+    num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
+    return sum(request_bytes * max(1, -(-each // request_bytes)) for each in (num_bytes, num_bytes // 4))
 
 
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:

@@ -179,7 +179,10 @@ def test_the_main_job(tmp_path: Path) -> None:
 
 
 class TestHelp:
-    @pytest.mark.parametrize("name", ["train", "export", "verify", "snapshot", "restore", "drives", "doctor"])
+    @pytest.mark.parametrize(
+        "name",
+        ["train", "inspect", "report", "export", "verify", "snapshot", "restore", "drives", "doctor"],
+    )
     def test_examples_in_help_texts_parse(self, name: str) -> None:
         group = typer.main.get_command(app)
         epilog = getattr(group, "commands")[name].epilog  # noqa: B009 (typer's group type is private)

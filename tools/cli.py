@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from hoist._version import __version__
-from hoist.tools.commands import doctor, drives, export, inspect, restore, snapshot, train, verify
+from hoist.tools.commands import doctor, drives, export, inspect, report, restore, snapshot, train, verify
 
 app = typer.Typer(
     name="hoist",
@@ -50,6 +50,7 @@ app.command(epilog=train.EPILOG)(train.train)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect_command)
 app.command(epilog=export.EPILOG)(export.export)
 app.command("verify", epilog=verify.EPILOG)(verify.verify_command)
+app.command(epilog=report.EPILOG)(report.report)
 app.command(epilog=snapshot.EPILOG)(snapshot.snapshot)
 app.command(epilog=restore.EPILOG)(restore.restore)
 app.command(epilog=drives.EPILOG)(drives.drives)

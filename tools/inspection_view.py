@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -137,14 +138,14 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
             (f"{'store':<{_LABEL_WIDTH}}", _LABEL_STYLE),
             (condition.value, _CONDITION_STYLES.get(condition, "bold")),
             "  ",
-            canvas.plain(str(view.directory)),
+            canvas.plain(_shown_path(view.directory)),
         )
     )
     if canvas.width is not None and canvas.lines[-1].cell_len > canvas.width:
         canvas.lines[-1] = Text.assemble(
             (f"{'store':<{_LABEL_WIDTH}}", _LABEL_STYLE), (condition.value, _CONDITION_STYLES.get(condition, "bold"))
         )
-        canvas.field("", str(view.directory))
+        canvas.field("", _shown_path(view.directory))
     canvas.field("", inspection.message)
     frozen = f" and {inspection.num_frozen:,} frozen ones" if inspection.num_frozen else ""
     if view.num_stages:
@@ -168,6 +169,11 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
     if view.snapshots:
         names = view.snapshots if len(view.snapshots) <= 6 else (*view.snapshots[:5], f"{len(view.snapshots) - 5} more")
         canvas.field("kept", f"snapshots: {', '.join(names)}")
+
+
+def _shown_path(path: Path) -> str:
+    """From the current directory, where it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) -> None:
@@ -522,7 +528,7 @@ def _number(document: Mapping[str, Any], name: str) -> float | None:
 
 def next_step(inspection: Inspection, hoist: str) -> str | None:
     """A command that helps now, or None."""
-    store = shlex.quote(str(inspection.view.directory))
+    store = shlex.quote(_shown_path(inspection.view.directory))
     if inspection.damage and inspection.view.record is not None:
         return f"{hoist} verify {store}"
     if inspection.condition in (Condition.DIED, Condition.FAILED):

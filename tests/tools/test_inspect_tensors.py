@@ -298,4 +298,4 @@ def test_stores_of_different_models(trained: tuple[Path, Outcome], tmp_path: Pat
 
 def test_one_of_these_at_a_time(trained: tuple[Path, Outcome], capfd: pytest.CaptureFixture[str]) -> None:
     message = hoist(capfd, "inspect", trained[0], "--diff", "x", "--watch").refusal()
-    assert message == "inspect: give one of --tensor, --diff and --watch"
+    assert message == "inspect: give one of --tensor, --diff, --watch and --svg"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -20,6 +23,7 @@ from hoist.tools.inspection import Inspection, StageStates, inspect_store
 from hoist.tools.inspection_rows import MAX_ROWS, rows, total
 from hoist.tools.inspection_view import next_step, render, short_bytes, show_clock
 from hoist.tools.inspection_watch import Screen
+from tests.support.commands import hoist
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
 
 #: Says of what is in a view whatever the width; the rest may be cut or wrapped.
@@ -119,6 +123,20 @@ def test_a_thousand_stages_at_every_width(thousand: Inspection) -> None:
         assert any(line.startswith("▶ layer.499") for line in shown), width
 
 
+def test_a_thousand_stages_are_looked_at_without_torch(thousand: Inspection) -> None:
+    """Loading it takes longer than all the rest."""
+    code = (
+        "import sys\nfrom hoist.tools import cli\n"
+        f"code = cli.run(['inspect', {str(thousand.view.directory)!r}])\n"
+        "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))\nsys.exit(code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = ended.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert len(lines) < 40
+    assert any("embed … head (1000)" in line for line in lines)  # nobody holds it: all are alike
+
+
 def test_a_wide_terminal_shows_full_sizes(thousand: Inspection) -> None:
     shown = lines(thousand, 200)
     (at_work,) = [line for line in shown if line.startswith("▶")]
@@ -204,6 +222,22 @@ def test_no_colour_without_a_terminal_or_where_it_is_not_wanted(
     assert "\x1b" not in printed(terminal=False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "38;2;" not in printed(terminal=True)
+
+
+def test_a_picture_is_one_file(
+    thousand: Inspection, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is drawn with what is in it: nothing is fetched."""
+    result = hoist(capfd, "inspect", thousand.view.directory, "--svg", tmp_path / "view.svg")
+    assert result.code == 0
+    svg = (tmp_path / "view.svg").read_text()
+    ElementTree.fromstring(svg)
+    assert len(svg) < 100_000
+    assert "url(http" not in svg
+    assert "died" in svg
+    assert "#009e73" in svg
+    missing = tmp_path / "missing" / "view.svg"
+    assert f"{missing}: No such file" in hoist(capfd, "inspect", thousand.view.directory, "--svg", missing).failure()
 
 
 def test_a_screen_is_never_higher_than_the_terminal(thousand: Inspection) -> None:

@@ -39,29 +39,29 @@ def inspect_command(
         str | None,
         typer.Option("--diff", metavar="OTHER", help="Compare with a snapshot's name, or another store's directory."),
     ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Save the view as a picture.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was found as JSON; with --watch one object a line.")
     ] = False,
 ) -> int:
     """See where every piece of the model is and what the run does, from another process; the run is not disturbed."""
+    if bool(tensor) + (diff is not None) + watch + (svg is not None) > 1:
+        from hoist.scheduler.errors import ConfigError
+
+        raise ConfigError("inspect: give one of --tensor, --diff, --watch and --svg")
     if tensor or diff is not None:
-        return _look_inside(store, tensor or [], diff, watch, show_all, as_json)
-    return _inspect(store, watch, every, show_all, as_json)
+        return _look_inside(store, tensor or [], diff, show_all, as_json)
+    return _inspect(store, watch, every, show_all, as_json, svg)
 
 
-def _look_inside(
-    store: Path, tensors: Sequence[str], diff: str | None, watch: bool, show_all: bool, as_json: bool
-) -> int:
+def _look_inside(store: Path, tensors: Sequence[str], diff: str | None, show_all: bool, as_json: bool) -> int:
     """``--tensor`` and ``--diff``, which read values."""
-    from hoist.scheduler.errors import ConfigError
     from hoist.tiers.errors import CorruptChunkError
     from hoist.tiers.io.choose import choose_engine
     from hoist.tools import store_diff, tensor_inspection
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
 
-    if bool(tensors) + (diff is not None) + watch > 1:
-        raise ConfigError("inspect: give one of --tensor, --diff and --watch")
     console = Console()
     with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
 
@@ -90,7 +90,7 @@ def _look_inside(
     return 0
 
 
-def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bool) -> int:
+def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bool, svg: Path | None) -> int:
     from hoist.tools.inspection import inspect_store
     from hoist.tools.inspection_watch import Watch
 
@@ -115,6 +115,10 @@ def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bo
         return watching.in_turn(show)
     found = inspect_store(store)
     show(found)
+    if svg is not None:
+        from hoist.tools.inspection_picture import write_picture
+
+        write_picture(found, svg, every=show_all)
     _raise_if_damaged(found)
     return 0
 

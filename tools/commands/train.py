@@ -207,6 +207,13 @@ def train(
         str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
     ] = None,
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_RUN,
+            help="Also write every number of --metrics, under the same names, as event files for TensorBoard.",
+        ),
+    ] = None,
     tbw: Annotated[
         list[str] | None,
         typer.Option(
