@@ -87,13 +87,14 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
-            before = engine.statistics()
-            forecast = None if rows is None else make_forecast(run, engine, report, stop)
-            measured = engine.statistics()
+            forecast = None if rows is None else make_forecast(run, report, stop)
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
-            count_measuring(store, before, measured)
+            if forecast is not None:
+                count_measuring(
+                    store, read_bytes=forecast.measuring_read_bytes, written_bytes=forecast.measuring_written_bytes
+                )
             rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
@@ -131,7 +132,7 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
         made = [rows]
         try:
             made.append(None if rows is None else _validation_data(run, rows, report, stop))
-            forecast = make_forecast(run, engine, report, stop)
+            forecast = make_forecast(run, report, stop)
             seconds = None if forecast.prediction is None else forecast.prediction.seconds
             options = run.options
             report.notice(foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds))

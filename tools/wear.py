@@ -22,7 +22,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.writes import Saving, Writes
 from hoist.tiers import drive_health, drives
 from hoist.tiers.format import COMMIT_NAME, CRC_DIRECTORY, WEAR_NAME, CommitRecord
-from hoist.tiers.io.base import IoEngine, IoStatistics
+from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tiers.wear import DirectoryWear, WearLedger, WearRecord, read_wear
 from hoist.tools.options import TrainOptions
@@ -103,15 +103,13 @@ def check_write_budget(
         )
 
 
-def count_measuring(store: Store, before: IoStatistics, after: IoStatistics) -> None:
+def count_measuring(store: Store, *, read_bytes: int, written_bytes: int) -> None:
     """What was measured on the store's drives, on each as much, before the store was open counts, too."""
     assert store.wear is not None
     numbers = [number for number, each in enumerate(store.wear.record().directories) if each.in_use]
     for number in numbers:
         store.wear.add(
-            number,
-            written_bytes=(after.written_bytes - before.written_bytes) // len(numbers),
-            read_bytes=(after.read_bytes - before.read_bytes) // len(numbers),
+            number, written_bytes=written_bytes // len(numbers), read_bytes=read_bytes // len(numbers)
         )
 
 

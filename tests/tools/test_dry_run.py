@@ -176,12 +176,12 @@ def prepare_run_setup(job: Job, folder: Path) -> Setup:
 
 
 def test_a_run_goes_on_where_nothing_can_be_measured(tmp_path: Path) -> None:
-    """Here an engine that takes no requests; a full drive is like that, though a store that is there needs no more."""
+    """Here another trainer has the model; a full drive is like that, though a store that is there needs no more."""
     job = make_job(tmp_path)
     with open_engine("direct") as engine, Stop() as stop:
         run = prepare_run(job.options(), engine, Recorder(), stop)
-        engine.close()  # from now on every request is refused
-        found = make_forecast(run, engine, Recorder(), stop)
+        run.model.take()
+        found = make_forecast(run, Recorder(), stop)
     assert found.prediction is None
     assert found.why_not is not None
     assert found.run_seconds is None
