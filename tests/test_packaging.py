@@ -199,5 +199,7 @@ class TestSetup:
     def test_ci_has_what_tests_would_skip_without(self) -> None:
         assert importlib.util.find_spec("kvikio") is not None
         assert shutil.which("gcc") is not None
+        assert shutil.which("chromium") is not None
+        assert importlib.util.find_spec("playwright") is not None
         assert os.geteuid() == 0
         assert memory_controller() is not None

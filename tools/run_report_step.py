@@ -73,6 +73,8 @@ _KIND_TITLES = {
 }
 #: Lanes whose work grows with the tokens of a step; that of the others does not in the vertical order.
 _COMPUTE = "compute"
+#: A prediction that measured steps are further away from is not what a step is made of.
+_FAR_OFF = 0.25
 #: Fixed and growing times closer than this are called balanced.
 _BALANCED = 0.05
 
@@ -353,6 +355,8 @@ class Bound:
     tokens: int
     is_predicted: bool
     """From the prediction; else from the time that lanes were busy in the measured steps."""
+    predicted_seconds: float | None
+    """What was predicted of a step, right or wrong."""
 
     @property
     def verdict(self) -> str:
@@ -377,7 +381,9 @@ def bound(facts: RunFacts) -> Bound | None:
         return None
     prediction = facts.prediction
     measured = middle([step.seconds for step in recent])
-    if "compute_seconds" in prediction and "io_seconds" in prediction:
+    told = prediction.get("seconds")
+    far_off = bool(told and measured and abs(measured / told - 1) > _FAR_OFF)
+    if "compute_seconds" in prediction and "io_seconds" in prediction and not far_off:
         names = {"io": "io_seconds", "optim": "optim_seconds", "copy": "copy_seconds"}
         fixed = {lane: prediction[name] for lane, name in names.items() if name in prediction}
         compute = prediction["compute_seconds"]
@@ -392,7 +398,7 @@ def bound(facts: RunFacts) -> Bound | None:
     longest = max(fixed, key=lambda lane: fixed[lane])
     return Bound(
         compute_seconds=compute, fixed_seconds=fixed[longest], fixed_by=longest, io_seconds=fixed["io"],
-        measured_seconds=measured, tokens=int(tokens), is_predicted=is_predicted,
+        measured_seconds=measured, tokens=int(tokens), is_predicted=is_predicted, predicted_seconds=told,
     )  # fmt: skip
 
 
@@ -409,8 +415,11 @@ def roofline(facts: RunFacts) -> Section:
 def _source(found: Bound) -> str:
     if found.is_predicted:
         return "Compute and i/o are predictions, made before the first step; the measured time is a median."
+    why = "Nothing was predicted"
+    if found.predicted_seconds and found.measured_seconds:
+        why = f"The prediction, {show_seconds(found.predicted_seconds)} a step, is far from what is measured"
     return (
-        "Nothing was predicted: these are the times that lanes were busy in the measured steps (medians). The io lane "
+        f"{why}: these are the times that lanes were busy in the measured steps (medians). The io lane "
         "also counts as busy while a request waits for the drive, so this is an estimate."
     )
 

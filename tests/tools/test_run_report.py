@@ -309,6 +309,8 @@ def test_without_a_prediction_lanes_are_used_and_that_is_said(job: Job) -> None:
     facts = replace(facts, steps=tuple(replace(step, predicted_seconds=None) for step in facts.steps))
     found = bound(facts)
     assert found is not None and not found.is_predicted
+    wrong = bound(predicted(facts, compute_seconds=50.0, io_seconds=90.0, seconds=95.0))
+    assert wrong == replace(found, predicted_seconds=95.0)  # measured steps say that the prediction is wrong
     figure = roofline(facts).figures[0]
     assert "Nothing was predicted" in figure.notes[0] and "estimate" in figure.notes[0]
     assert "predicted" not in speed(facts).figures[0].title
