@@ -40,7 +40,7 @@ from tests.support.standstill import World
 from tests.support.training import Engine, Recipe, assert_identical, make_steps, torch_threads, train, trainer_on
 
 #: Which looks of a kind are taken: some of the first step, which reads all, and of the next ones.
-LOOKS = (1, 7, 23, 50)
+LOOKS = (1, 7, 40)
 #: Only what a test asks for is written.
 NEVER = 0.0
 
@@ -171,6 +171,8 @@ def test_what_is_told_is_what_is_there(name: str, tmp_path: Path) -> None:
     def look(where: str, op: Op | None) -> None:
         nonlocal num_dirty, num_buffers
         key = f"{where.split()[0]} {op.kind.name}" if op else where
+        if "weight_lo" in key or "exp_avg_sq" in key:
+            return  # as the other half
         looks[key] += 1
         if looks[key] not in LOOKS or problems:
             return

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hoist.tiers.io.choose import why_no_kvikio
-from hoist.tools import cli
+from hoist.tools.commands import train as train_command
 from hoist.tools.errors import RunFailedError
 from hoist.tools.exits import describe
 from hoist.tools.train import train
@@ -443,7 +443,7 @@ def test_a_bug_is_one_line_too(
     def broken(given: object, config: object) -> int:
         raise KeyError("layer.7\nand more")
 
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setattr(train_command, "_train", broken)
     line = hoist(capfd, "train").failure()
     assert line.startswith("internal error: KeyError: ")
     assert line.endswith("run with HOIST_TRACEBACK=1 for the traceback")
