@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hoist.scheduler.executor import Activity, Executor, Work
 from hoist.scheduler.memory import MemoryPlan, promised_bytes
@@ -36,6 +36,8 @@ from hoist.tiers.store import Store
 
 #: Steps that speeds are means of.
 SPEED_STEPS = 20
+#: What an executor's plan is for: a step, an evaluation, or the updates that a step has left.
+Doing = Literal["step", "evaluate", "updates"]
 _PHASES = {
     Kind.FORWARD: "forward",
     Kind.LOSS: "loss",
@@ -94,14 +96,20 @@ class Collector:
         #: Seconds and tokens of the last steps; replaced as a whole.
         self._history: deque[tuple[float, int]] = deque(maxlen=SPEED_STEPS)
         self._num_noted = 0
-        #: True while an evaluation is under way.
-        self.evaluating = False
+        #: What the trainer has given the executor last.
+        self.doing: Doing = "step"
         #: Once set, nothing is in memory any more.
         self.closed = False
         #: What ended the run.
         self.error: BaseException | None = None
         #: When the engine's counters were looked at, by time.monotonic(), and what they were.
-        self._io_before: tuple[float, int, int] = (time.monotonic(), 0, 0)
+        moved = engine.statistics()
+        self._io_before = (time.monotonic(), moved.read_bytes, moved.written_bytes)
+
+    @property
+    def last(self) -> StepMetrics | None:
+        """The last step's metrics; from any thread."""
+        return self._last
 
     def note_step(self, metrics: StepMetrics) -> None:
         """A step has ended."""
@@ -157,14 +165,15 @@ class Collector:
         if runs and activity.turn is not None:
             ahead = activity.ahead
             op = activity.turn.op if ahead is None else ahead.op
-            phase = "evaluate" if self.evaluating else _PHASES.get(op.kind)
+            phase = "evaluate" if self.doing == "evaluate" else _PHASES.get(op.kind)
             if phase is not None:
                 stage = self._stage_names[op.stage]
                 micro_batch = op.micro_batch
-            current_step = None if self.evaluating else activity.turn.step
+            current_step = None if self.doing == "evaluate" else activity.turn.step
         elif runs and activity.steps:
             phase = "updates"
-            current_step = activity.steps[0]
+            # What a step has left is done in a plan that has the next one's number.
+            current_step = step if self.doing == "updates" else activity.steps[0]
         return Position(
             step=step,
             num_steps=self._num_steps,

@@ -33,6 +33,8 @@ from hoist.tiers.store import Store
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
 
+#: Bytes that are written for a trained weight: both halves. Its moments begin as the zeros of a fresh file.
+WEIGHT_BYTES = 4
 #: Room in which a checkpoint's tensors can be staged while the former stage is written.
 _STAGING_BYTES = 64 * 1024
 
@@ -108,9 +110,7 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
-    total = sum(
-        layout.num_elements + sum(placed.spec.num_elements for placed in layout.frozen) for layout in setup.layouts
-    )
+    total = sum(WEIGHT_BYTES * layout.num_elements + layout.frozen_bytes for layout in setup.layouts)
     done = 0
     # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages
     # are written from must do, in turn.
@@ -125,9 +125,9 @@ def _fill(
         buffers = {placed.spec.name for placed in setup.layouts[stage.index].frozen if not placed.spec.is_weight}
         refuse_non_finite(owned, may_be_infinite=buffers)
 
-    def advance(num_elements: int) -> None:
+    def advance(num_bytes: int) -> None:
         nonlocal done
-        done += num_elements
+        done += num_bytes
         if progress is not None:
             progress(done, total)
 
@@ -197,7 +197,7 @@ def _write_stage(
         place = store.frozen_place(layout.index)
         engine.write(place.path, place.offset_bytes, frozen).result()
         store.note_frozen(layout.index, checksum.extend(0, frozen))
-        advance(sum(placed.spec.num_elements for placed in layout.frozen))
+        advance(layout.frozen_bytes)
 
 
 def _write_trainable(
@@ -234,7 +234,7 @@ def _write_trainable(
             crc.extend_zeros(StateArray.EXP_AVG_SQ)
             store.note_written(layout.index, piece.chunk, crc.finish())
             crc = None
-        advance(min(piece.stop, layout.num_elements) - min(piece.start, layout.num_elements))
+        advance(WEIGHT_BYTES * (min(piece.stop, layout.num_elements) - min(piece.start, layout.num_elements)))
 
 
 def _finish(pending: dict[int, list[Future[None]]], slot: int) -> None:

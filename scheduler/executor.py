@@ -166,6 +166,7 @@ class Executor:
         try:
             self._compute(_Run(linked, step))
         except BaseException as error:  # an interrupt while it waits leaves the step half done, like any other error
+            self._turn.item = None
             self._abandon(error)
             raise
         return self._take_spans()
@@ -372,8 +373,10 @@ class Executor:
         """Carry an op out in a lane's own thread, which says so in ``at``."""
         at.start = perf_counter()
         at.item = item
-        self._execute(item)
-        at.item = None
+        try:
+            self._execute(item)
+        finally:  # an interrupt may come right after the op
+            at.item = None
 
     def _serve(self, lane: Lane) -> None:
         at = self._at[lane]

@@ -35,6 +35,8 @@ DRIVE_REQUESTS = 8
 #: Most of them all together (bytes), and the least of one.
 _IN_FLIGHT_BYTES, _LEAST_REQUEST = 32 * 2**20, 64 * 1024
 _PAGE_BYTES = 4096
+#: Requests of a page that are timed one after another.
+_LATENCY_PAGES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,8 @@ class DriveSpeed:
     write_bytes_per_second: float
     filling_requests: float
     """Requests in flight that it takes to be so fast."""
+    latency_seconds: float
+    """Of a request of one page: through the engine's threads and back."""
     cpu_seconds_per_byte: float
     """Processor time for a byte that is moved."""
 
@@ -155,8 +159,7 @@ def measure_drives(setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace])
 
     The slowest in relation to its share sets the pace. Raises StoreRefusedError, TransferError.
     """
-    request_bytes = max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements))
-    request_bytes = round_up(request_bytes, _PAGE_BYTES)
+    request_bytes = _request_bytes(setup, engine)
     most = max(1, min(_IN_FLIGHT_BYTES, setup.memory.need_bytes // 2) // request_bytes)
     in_flight = min(DRIVE_REQUESTS, most)
     num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
@@ -168,18 +171,33 @@ def measure_drives(setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace])
         alone = measure_bandwidth(
             drive.directory, engine, num_bytes=num_bytes // 4, request_bytes=request_bytes, in_flight=1
         )
-        found.append((drive.share, full, alone))
-    slowest_read = min(full.read_bytes_per_second / share for share, full, _ in found if share)
-    slowest_write = min(full.write_bytes_per_second / share for share, full, _ in found if share)
-    fillings = [
-        full.read_bytes_per_second / alone.read_bytes_per_second for _, full, alone in found
-    ]
+        page = measure_bandwidth(
+            drive.directory, engine, num_bytes=_LATENCY_PAGES * _PAGE_BYTES, request_bytes=_PAGE_BYTES, in_flight=1
+        )
+        latency_seconds = _PAGE_BYTES / page.read_bytes_per_second
+        moving_seconds = request_bytes / alone.read_bytes_per_second - latency_seconds
+        filling = full.read_bytes_per_second * moving_seconds / request_bytes
+        found.append((drive.share, full, max(1.0, filling), latency_seconds))
+    slowest_read = min(full.read_bytes_per_second / share for share, full, _, _ in found if share)
+    slowest_write = min(full.write_bytes_per_second / share for share, full, _, _ in found if share)
     return DriveSpeed(
         read_bytes_per_second=slowest_read,
         write_bytes_per_second=slowest_write,
-        filling_requests=min(float(in_flight), max(1.0, sum(fillings))),
-        cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _ in found),
+        filling_requests=min(float(in_flight), sum(filling for _, _, filling, _ in found)),
+        latency_seconds=max(latency_seconds for _, _, _, latency_seconds in found),
+        cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _, _ in found),
     )
+
+
+def _request_bytes(setup: Setup, engine: IoEngine) -> int:
+    return round_up(max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements)), _PAGE_BYTES)
+
+
+def probed_bytes(setup: Setup, engine: IoEngine) -> int:
+    """What :func:`measure_drives` writes to each drive; it reads twice as much."""
+    request_bytes = _request_bytes(setup, engine)
+    num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
+    return sum(request_bytes * max(1, -(-each // request_bytes)) for each in (num_bytes, num_bytes // 4))
 
 
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:
@@ -241,6 +259,7 @@ def _machine(costs: Costs, measured: Measured) -> Machine:
     return Machine(
         read_bytes_per_second=drive.read_bytes_per_second,
         write_bytes_per_second=drive.write_bytes_per_second,
+        latency_seconds=drive.latency_seconds,
         parts_at_once=measured.parts_at_once,
         filling_parts=drive.filling_requests,
         capacity=times.capacity,

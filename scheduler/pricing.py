@@ -24,10 +24,12 @@ class StageTimes:
 
     forward: float = 0.0
     """Forward without autograd. 0 for the last stage, which has none of its own."""
+    first_forward: float = 0.0
+    """The same for the first micro-batch of a visit, which finds nothing of the stage in the processor's caches."""
     backward: float = 0.0
     """Recomputation and backward, for the last stage its forward, loss and backward; gradients are added to sums."""
     first_backward: float = 0.0
-    """The same for a step's first micro-batch, whose gradients replace what was there."""
+    """The same for a step's first micro-batch: nothing is in the caches, and its gradients replace what was there."""
     bind: float = 0.0
     """Giving its modules their weights, and taking them away."""
 
@@ -81,12 +83,19 @@ class Prices:
         moved = [self.moved(op) if op.lane is Lane.IO else _NOTHING for op in ops]
         first: set[int] = set()
         seconds: list[float] = []
+        begins = False  # the visit's first computation is still to come
         for op in ops:
+            if op.kind is Kind.BIND:
+                begins = True
             if op.lane in (Lane.IO, Lane.NONE):
                 seconds.append(0.0)
                 continue
             handing_over = 0.0 if op.lane is Lane.COMMIT else times.op_seconds  # which does nothing between commits
-            seconds.append(self._work_seconds(op, times, first) + handing_over)
+            work = self._work_seconds(op, times, first)
+            if op.kind is Kind.FORWARD and begins:
+                work = times.stages[op.stage].first_forward
+            begins = op.kind is Kind.BIND or (begins and op.lane is not Lane.COMPUTE)
+            seconds.append(work + handing_over)
         return Costs(
             seconds=seconds,
             read_bytes=[each.read for each in moved],

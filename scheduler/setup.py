@@ -5,6 +5,7 @@ Used before a store is created, so that what cannot fit is refused first, and ag
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
+
+_log = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
 #: A heap that hands out blocks of many sizes holds this part more than is in use: 2 is a half (docs/tuning.md).
@@ -216,6 +219,11 @@ def _divide(
         budget_bytes=config.host_memory_bytes,
         resident_weights=config.resident_weights,
         max_kept_bytes=max_kept_bytes,
+    )
+    _log.info(
+        "memory for a budget of %d bytes: %s",
+        config.host_memory_bytes,
+        ", ".join(f"{name} {num_bytes}" for name, num_bytes in division.parts() if num_bytes),
     )
     shapes = _shapes(layouts, borrowed, frozen, division.piece_elements)
     delayed_from = tuple(

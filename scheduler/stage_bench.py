@@ -23,6 +23,8 @@ from hoist.scheduler.places import Places
 from hoist.scheduler.runtime import accumulate_into
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, as_carried, as_tuple
 
+#: So much is gone through to take other things out of the processor's caches.
+CHILL_BYTES = 64 * 2**20
 #: Random numbers are made for so many elements, and repeated.
 PATTERN_ELEMENTS = 2**20
 #: Their standard deviation: that of many models' initial weights.
@@ -38,6 +40,15 @@ def fill(target: Tensor, pattern: Tensor) -> None:
     for start in range(0, flat.numel(), pattern.numel()):
         part = flat[start : start + pattern.numel()]
         part.copy_(pattern[: part.numel()])
+
+
+def chill(places: Places) -> None:
+    """Take what the caches hold of a stage out of them, as the stages between two visits do in a run."""
+    left = CHILL_BYTES
+    for region in (places.gradient_region, places.ring):
+        part = region[: min(left, region.numel())].view(torch.int64)
+        left -= part.nbytes
+        part.add_(0)
 
 
 class StageBench:

@@ -59,9 +59,9 @@ class TierStatus:
     budget_bytes: int | None = None
     """What the user allows; for nvme, what the store takes and its drive still has free. None: no limit known."""
     resident_bytes: int = 0
-    """Bytes of items that are there now."""
+    """Bytes of items in buffers now; for nvme, one version of all stored states, and what is in scratch alone."""
     peak_bytes: int = 0
-    """Most bytes that were there at once in this run."""
+    """The most of that at once in this run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,8 @@ class IoStatus:
     engine: str = ""
     """The engine's description of itself: direct or buffered, and why."""
     read_bytes_per_second: float = 0.0
-    """Since the document before, or over the whole run in the first one."""
+    """Since the document before, or one a little older where two come right after each other; in the first one, since
+    the trainer was made."""
     write_bytes_per_second: float = 0.0
     read_bytes: int = 0
     """Since the engine was made."""
@@ -105,7 +106,7 @@ class Position:
     committed_step: int = 0
     """What a crash now would leave."""
     current_step: int | None = None
-    """The step at work; None between steps."""
+    """The step at work; None between steps and in an evaluation."""
     phase: str | None = None
     """``forward``, ``loss``, ``backward``, ``evaluate``, or ``updates`` while only updates are left; None if nothing
     runs."""
@@ -141,7 +142,7 @@ class RunStatus:
     sequence: int = 0
     """Documents that this trainer has written, this one included."""
     interval_seconds: float = 1.0
-    """How often it is written: much older than that, its process hangs or is gone."""
+    """How often it is written: much older than that, its process hangs or is gone. 0: only when asked."""
     state: RunState = RunState.RUNNING
     error: str | None = None
     """One line on what ended it."""

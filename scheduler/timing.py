@@ -34,7 +34,7 @@ from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers, StageShape, vertical
 from hoist.scheduler.pricing import StageTimes, Times
 from hoist.scheduler.setup import Setup
-from hoist.scheduler.stage_bench import DEVIATION, PATTERN_ELEMENTS, StageBench, fill
+from hoist.scheduler.stage_bench import DEVIATION, PATTERN_ELEMENTS, StageBench, chill, fill
 from hoist.scheduler.stages import HeadStage, Stage, StagedModel, as_tuple
 from hoist.tiers import checksum, heap
 
@@ -43,9 +43,9 @@ Progress = Callable[[str, int, int], None]
 
 #: Seconds that one pass of a stage, forward and backward, may take; a longer one is timed on fewer tokens.
 PASS_SECONDS = 0.6
-#: Passes of each kind of stage: so many, or as many as fit in this time.
-MOST_PASSES = 4
-PASSES_SECONDS = 0.6
+#: Passes of each kind of stage: as many as fit in this time, and between these numbers; but no more than this time.
+LEAST_PASSES, MOST_PASSES = 3, 5
+PASSES_SECONDS, LONGEST_SECONDS = 0.3, 2.0
 #: Longer passes need no pass before them to warm up: the first one of few tokens was.
 SHORT_SECONDS = 0.1
 #: For so long two lanes are let work at once.
@@ -79,6 +79,7 @@ class _Passes:
     """Seconds of one micro-batch's passes through a stage."""
 
     forward: float
+    first_forward: float
     backward: float
     first_backward: float
 
@@ -92,11 +93,13 @@ class _Passes:
         Attention over longer rows takes more than that.
         """
         if own <= smaller_tokens:
-            share, other = tokens / own - 1.0, _Passes(forward=0.0, backward=0.0, first_backward=0.0)
+            share = tokens / own - 1.0
+            other = _Passes(forward=0.0, first_forward=0.0, backward=0.0, first_backward=0.0)
         else:
             share, other = (tokens - own) / (own - smaller_tokens), smaller
         return _Passes(
             forward=self.forward + share * max(0.0, self.forward - other.forward),
+            first_forward=self.first_forward + share * max(0.0, self.first_forward - other.first_forward),
             backward=self.backward + share * max(0.0, self.backward - other.backward),
             first_backward=self.first_backward + share * max(0.0, self.first_backward - other.first_backward),
         )
@@ -245,6 +248,7 @@ class _Timing:
         return (
             StageTimes(
                 forward=0.0 if isinstance(stage, HeadStage) else passed.forward,
+                first_forward=0.0 if isinstance(stage, HeadStage) else passed.first_forward,
                 backward=passed.backward,
                 first_backward=passed.first_backward,
                 bind=bind,
@@ -283,19 +287,23 @@ class _Timing:
         if expected_seconds < SHORT_SECONDS:
             forward()
             backward()
-        forwards, backwards, firsts = [], [], []
+        forwards, first_forwards, backwards, first_backwards = [], [], [], []
         for number in range(MOST_PASSES):
+            chill(self._places)
+            first_forwards.append(forward())
             forwards.append(forward())
-            if number % 2 == 0:
-                bench.begin_step()
-                firsts.append(backward())
+            bench.begin_step()
+            chill(self._places)
+            first_backwards.append(backward())
             backwards.append(backward())
-            if time.perf_counter() - began > PASSES_SECONDS:
+            taken = time.perf_counter() - began
+            if (taken > PASSES_SECONDS and number + 1 >= LEAST_PASSES) or taken > LONGEST_SECONDS:
                 break
         return _Passes(
             forward=statistics.median(forwards),
+            first_forward=statistics.median(first_forwards),
             backward=statistics.median(backwards),
-            first_backward=statistics.median(firsts),
+            first_backward=statistics.median(first_backwards),
         )
 
     # ------------------------------------------------------------------ the other lanes
@@ -304,14 +312,14 @@ class _Timing:
         """What an element takes; the stages' times and what depends on them are filled in later."""
         update = _Update(self._setup, self._config, self._places, self._pattern)
         count = update.num_elements
-        update_seconds = statistics.median(_timed(update.run) for _ in range(_UPDATES))
+        update_seconds = statistics.median(self._cold(update.run) for _ in range(_UPDATES))
         written = update.written
         checksum_seconds = statistics.median(
             _timed(lambda: checksum.extend(0, written)) for _ in range(_UPDATES)
         )
         norm = SquareSum()
-        norm_seconds = statistics.median(_timed(lambda: norm.square_sum(update.gradient)) for _ in range(_UPDATES))
-        merge_seconds = statistics.median(_timed(update.merge) for _ in range(_UPDATES))
+        norm_seconds = statistics.median(self._cold(lambda: norm.square_sum(update.gradient)) for _ in range(_UPDATES))
+        merge_seconds = statistics.median(self._cold(update.merge) for _ in range(_UPDATES))
         return Times(
             stages=(),
             update_seconds=update_seconds / count,
@@ -322,6 +330,11 @@ class _Timing:
             capacity=1.0,
             compute_share=0.5,
         )
+
+    def _cold(self, work: Callable[[], object]) -> float:
+        """Seconds of something whose data comes from memory, as in a run."""
+        chill(self._places)
+        return _timed(work)
 
     def _beside(
         self, stage: Stage, entering: tuple[Packed, ...], seconds: float, rates: Times

@@ -6,6 +6,7 @@ It sets up buffers, plans and lanes and keeps the books. Ops are carried out in 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -23,6 +24,7 @@ from hoist.scheduler.batches import Batch
 from hoist.scheduler.collect import Collector
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
+from hoist.scheduler.endurance import judge
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
 from hoist.scheduler.executor import Executor, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
@@ -47,6 +49,8 @@ from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.manager import ItemKind, Manager, Residency, Tier
 from hoist.tiers.store import Store
+
+_log = logging.getLogger(__name__)
 
 #: Key of the trainer's own counters in a commit's run record.
 COUNTERS_KEY = "counters"
@@ -222,7 +226,7 @@ class Trainer:
             interval_seconds=config.status_seconds,
             step=lambda: self._position.step,
             prediction=prediction,
-            wear=wear,
+            wear=self._wear if wear is None else wear,
         )
         self._closed = False
         #: Held by the thread that is in the trainer.
@@ -236,6 +240,19 @@ class Trainer:
             metrics=self._metrics_log,
         )
         self._publisher.publish_soon()
+
+    def _wear(self) -> Mapping[str, Any] | None:
+        """What the drive has suffered, by what the last step wrote; and the store's own count is brought up to date."""
+        ledger, last = self._store.wear, self._collector.last
+        if ledger is None:
+            return None
+        ledger.save()
+        return judge(
+            ledger.record(),
+            bytes_per_step=0.0 if last is None else last.nvme_written_bytes,
+            seconds_per_step=None if last is None else last.seconds,
+            steps_left=max(0, self.config.schedule.num_steps - self._position.step),
+        ).to_json()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there
 
@@ -362,8 +379,8 @@ class Trainer:
                 )
             )
             self._runtime.begin_evaluation(state)
-            if not self._collector.evaluating:  # an evaluation may take many calls
-                self._collector.evaluating = True
+            if self._collector.doing != "evaluate":  # an evaluation may take many calls
+                self._collector.doing = "evaluate"
                 self._publisher.publish_soon()
             try:
                 with evaluating(self._model.model), private_rng():
@@ -435,7 +452,7 @@ class Trainer:
             lr=lr,
             commit_due=self._commit_is_due(step),
         )
-        self._collector.evaluating = False
+        self._collector.doing = "step"
         if self._recorder is not None:
             self._recorder.begin()
         self._runtime.begin(state)
@@ -454,12 +471,12 @@ class Trainer:
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())
-        self._collector.note_step(metrics)
         state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}
         )
+        self._collector.note_step(metrics)
         if state.commit_due:
             state.commit = partial(self._commit, self._position)
         if self._counters.skipped_in_a_row >= self.config.max_skipped_steps:
@@ -554,6 +571,14 @@ class Trainer:
             plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
         else:
             plan = link(flush(self._shapes, buffers, pending=self._pending))
+        _log.debug(
+            "plan %s of %d micro-batches%s%s: %d ops",
+            plan.plan.name,
+            num_micro_batches,
+            ", cold" if self._cold else "",
+            ", with updates of the step before" if self._pending else "",
+            len(plan.plan.ops),
+        )
         if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
             self._plans[key] = plan
         return plan
@@ -573,6 +598,7 @@ class Trainer:
         last = self._last_state
         keeps = last is not None and last.commit_due and self._keeps_states
         if self._pending or keeps:
+            self._collector.doing = "updates"
             with private_rng():
                 self._execute(self._plan(0), self._position.step + 1)
             self._pending = False

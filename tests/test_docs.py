@@ -180,7 +180,8 @@ def test_the_main_job(tmp_path: Path) -> None:
 
 class TestHelp:
     @pytest.mark.parametrize(
-        "name", ["train", "inspect", "export", "verify", "snapshot", "restore", "drives", "doctor"]
+        "name",
+        ["train", "inspect", "report", "export", "verify", "snapshot", "restore", "drives", "doctor"],
     )
     def test_examples_in_help_texts_parse(self, name: str) -> None:
         group = typer.main.get_command(app)

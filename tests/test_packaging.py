@@ -88,7 +88,7 @@ class TestWheel:
         assert metadata["Requires-Python"] == ">=3.11"
         assert metadata["License-Expression"] == "Apache-2.0"
         assert set(metadata.get_all("Provides-Extra", [])) == {
-            "data", "dev", "gds", "gds-cu13", "gguf", "lora", "test",
+            "data", "dev", "gds", "gds-cu13", "gguf", "lora", "report", "test",
         }  # fmt: skip
         assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
         plain = {
@@ -184,7 +184,7 @@ class TestSetup:
         options = _setup()["options"]
         extras = _setup()["options.extras_require"]
         required = options["install_requires"].split("\n")
-        for extra in ("gds", "data", "lora", "gguf", "test", "dev"):
+        for extra in ("gds", "data", "lora", "gguf", "report", "test", "dev"):
             required += extras[extra].split("\n")
         names = {re.split(r"[<>=;%]", line, maxsplit=1)[0].strip() for line in required} - {""}
         assert names <= set(pins)
@@ -199,5 +199,7 @@ class TestSetup:
     def test_ci_has_what_tests_would_skip_without(self) -> None:
         assert importlib.util.find_spec("kvikio") is not None
         assert shutil.which("gcc") is not None
+        assert shutil.which("chromium") is not None
+        assert importlib.util.find_spec("playwright") is not None
         assert os.geteuid() == 0
         assert memory_controller() is not None

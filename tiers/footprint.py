@@ -48,6 +48,7 @@ class PeakSampler:
     """Samples the process's memory from a thread and keeps the largest excess over a baseline. Close when done."""
 
     def __init__(self, baseline_bytes: int) -> None:
+        #: What does not count.
         self.baseline_bytes = baseline_bytes
         self._peak_bytes = 0
         self._stop = threading.Event()

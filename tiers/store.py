@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import threading
 import time
 import uuid
@@ -35,6 +36,8 @@ from hoist.tiers.lock import StoreLock
 from hoist.tiers.sharing import SharedFiles
 from hoist.tiers.slots import ChunkState, SlotTable
 from hoist.tiers.wear import WearLedger
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,6 +330,13 @@ class Store:
                         allocation.allocate(chunk.path, chunk.num_bytes)
                 opening.tidy(directory, found.record, every, engine)
                 store.shared.settle(every, named)
+            _log.info(
+                "store %s opened at step %d, generation %d, to be %s",
+                directory,
+                found.record.step,
+                found.record.generation,
+                "written" if writable else "read",
+            )
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -534,13 +544,22 @@ class Store:
             self._slots.published()
             self._committed = _copy(self._newest)
             self.record = store_format.decode_commit(encoded, self.directory / store_format.COMMIT_NAME)
+        seconds = time.perf_counter() - started
+        _log.info(
+            "step %d is committed as generation %d: %d files in %.3f s, of it %.3f s until the drive had them",
+            step,
+            generation,
+            len(paths),
+            seconds,
+            flush_seconds,
+        )
         return CommitStatistics(
             generation=generation,
             step=step,
             num_files=len(paths),
             record_bytes=len(encoded) + len(checksums),
             flush_seconds=flush_seconds,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
         )
 
     def commit_drives(self, drives: Sequence[store_drives.Drive]) -> CommitStatistics:

@@ -1,7 +1,7 @@
 """How well steps are predicted: python -m hoist.tools.bench_prediction --directory /nvme
 
-For each case: the prediction made before the first step, as `hoist train` makes it, beside the median of the steps that
-follow, and the bytes of both. Nothing is fitted to the steps. Other work on the machine disturbs both, at other times.
+For each case: the prediction that `hoist train` makes before the first step, beside the steps, and the bytes of both.
+Nothing is fitted to the steps. The two take turns, as other work on the machine disturbs both; medians are compared.
 """
 
 from __future__ import annotations
@@ -50,21 +50,25 @@ class Case:
 
 #: What is measured by default: bound by computation, by I/O and in between; with delays, and with states in memory.
 CASES = (
-    Case(name="compute", hidden=512, layers=6, vocab=4096, seq_len=256, micro_batch_size=2, num_micro_batches=4,
-         host_memory="160MiB"),
-    Case(name="compute, half delayed", hidden=512, layers=6, vocab=4096, seq_len=256, micro_batch_size=2,
-         num_micro_batches=4, host_memory="160MiB", delay=0.5),
-    Case(name="balanced", hidden=768, layers=6, vocab=4096, seq_len=64, micro_batch_size=1, num_micro_batches=4,
-         host_memory="160MiB", residency=0.0),
-    Case(name="i/o", hidden=1024, layers=6, vocab=4096, seq_len=32, micro_batch_size=1, num_micro_batches=1,
-         host_memory="256MiB", residency=0.0),
-    Case(name="i/o, all delayed", hidden=1024, layers=6, vocab=4096, seq_len=32, micro_batch_size=1,
-         num_micro_batches=1, host_memory="256MiB", residency=0.0, delay=1.0),
-    Case(name="i/o, some states kept", hidden=1024, layers=6, vocab=4096, seq_len=32, micro_batch_size=1,
-         num_micro_batches=1, host_memory="640MiB"),
-    Case(name="all states kept", hidden=768, layers=6, vocab=4096, seq_len=64, micro_batch_size=1,
-         num_micro_batches=2, host_memory="2GiB"),
+    Case(name="compute", hidden=384, layers=4, vocab=2048, seq_len=256, micro_batch_size=2, num_micro_batches=4,
+         host_memory="96MiB"),
+    Case(name="compute, half delayed", hidden=384, layers=4, vocab=2048, seq_len=256, micro_batch_size=2,
+         num_micro_batches=4, host_memory="96MiB", delay=0.5),
+    Case(name="balanced", hidden=512, layers=4, vocab=2048, seq_len=64, micro_batch_size=1, num_micro_batches=2,
+         host_memory="96MiB", residency=0.0),
+    Case(name="i/o", hidden=768, layers=4, vocab=2048, seq_len=32, micro_batch_size=1, num_micro_batches=1,
+         host_memory="128MiB", residency=0.0),
+    Case(name="i/o, all delayed", hidden=768, layers=4, vocab=2048, seq_len=32, micro_batch_size=1,
+         num_micro_batches=1, host_memory="128MiB", residency=0.0, delay=1.0),
+    Case(name="i/o, some states kept", hidden=768, layers=4, vocab=2048, seq_len=32, micro_batch_size=1,
+         num_micro_batches=1, host_memory="320MiB"),
+    Case(name="all states kept", hidden=512, layers=4, vocab=2048, seq_len=64, micro_batch_size=1,
+         num_micro_batches=2, host_memory="1GiB"),
 )  # fmt: skip
+
+
+#: Steps of a round that do not count, since the one before them was not like theirs; and those that do.
+UNSTEADY_STEPS, STEPS_A_ROUND = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +77,15 @@ class Row:
 
     case: Case
     predicted_seconds: float
+    """Median of the predictions."""
+    predictions: tuple[float, ...]
+    """Each of them."""
     measured_seconds: float
     """Median of the steps."""
     step_seconds: tuple[float, ...]
     """Each of them."""
+    busy_seconds: dict[str, float]
+    """Per lane, median of the steps."""
     predicted_bytes: tuple[int, int]
     """Read and written, a step."""
     measured_bytes: tuple[int, int]
@@ -85,6 +94,7 @@ class Row:
     preflight_seconds: float
     """What measuring and predicting took."""
     prediction: Prediction
+    """The one of the median."""
 
     @property
     def error(self) -> float:
@@ -92,12 +102,12 @@ class Row:
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
-def measure(directory: Path, case: Case, *, seconds: float) -> Row:
-    """Predict, then run steps for so long (5 at least, after two that warm up)."""
+def measure(directory: Path, case: Case, *, rounds: int) -> Row:
+    """Predict and run a few steps, in turn. The predictions have a model of their own, of which no trainer is made."""
     warm_up()
     config = model_config(hidden=case.hidden, layers=case.layers, vocab=case.vocab)
     with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-prediction-") as folder:
-        staged = split(build_model(config))
+        staged, other = split(build_model(config)), split(build_model(config))
         options = TrainerConfig(
             host_memory_bytes=parse_bytes(case.host_memory),
             micro_batch_size=case.micro_batch_size,
@@ -111,32 +121,41 @@ def measure(directory: Path, case: Case, *, seconds: float) -> Row:
             commit_every=10**6,
         )
         setup = prepare(staged, lay_out_stages(staged), options)
-        began = time.perf_counter()
-        prediction, _ = predict(staged, setup, options, engine=engine, drives=[DrivePlace(directory=Path(folder))])
-        preflight_seconds = time.perf_counter() - began
         store = create_store(
             Path(folder) / "store", model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
         )
         feed = batches(config, (case.seq_len, case.micro_batch_size, case.num_micro_batches))
         found: list[StepMetrics] = []
+        predictions: list[Prediction] = []
+        preflight_seconds: list[float] = []
         with store, Trainer(model=staged, store=store, engine=engine, config=options, setup=setup) as trainer:
-            for _ in range(2):
-                trainer.step(next(feed))
-            began = time.perf_counter()
-            while len(found) < 5 or time.perf_counter() - began < seconds:
-                found.append(trainer.step(next(feed)))
+            for _ in range(rounds):
+                began = time.perf_counter()
+                made, _ = predict(other, setup, options, engine=engine, drives=[DrivePlace(directory=Path(folder))])
+                preflight_seconds.append(time.perf_counter() - began)
+                predictions.append(made)
+                for number in range(UNSTEADY_STEPS + STEPS_A_ROUND):
+                    step = trainer.step(next(feed))
+                    if number >= UNSTEADY_STEPS:
+                        found.append(step)
+                trainer.wait()
+    prediction = sorted(predictions, key=lambda each: each.seconds)[len(predictions) // 2]
     return Row(
         case=case,
         predicted_seconds=prediction.seconds,
+        predictions=tuple(each.seconds for each in predictions),
         measured_seconds=statistics.median(step.seconds for step in found),
         step_seconds=tuple(step.seconds for step in found),
+        busy_seconds={
+            lane: statistics.median(step.busy_seconds[lane] for step in found) for lane in found[0].busy_seconds
+        },
         predicted_bytes=(prediction.read_bytes, prediction.written_bytes),
         measured_bytes=(
             int(statistics.mean(step.nvme_read_bytes for step in found)),
             int(statistics.mean(step.nvme_written_bytes for step in found)),
         ),
         bound_by=prediction.bound_by,
-        preflight_seconds=preflight_seconds,
+        preflight_seconds=statistics.median(preflight_seconds),
         prediction=prediction,
     )
 
@@ -174,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path(), help="where stores are made (and removed)")
     parser.add_argument("--case", action="append", help="names of cases; default: all")
-    parser.add_argument("--seconds", type=float, default=8.0, help="time of each case's steps")
+    parser.add_argument("--rounds", type=int, default=3, help="a prediction and a few steps, so often")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     known = {case.name: case for case in CASES}
@@ -182,7 +201,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--case: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     rows = [
-        measure(arguments.directory.absolute(), case, seconds=arguments.seconds)
+        measure(arguments.directory.absolute(), case, rounds=arguments.rounds)
         for case in CASES
         if not arguments.case or case.name in arguments.case
     ]

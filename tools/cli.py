@@ -5,7 +5,6 @@ Errors and exit codes are in `exits.py`. Heavy imports wait until a command runs
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -15,9 +14,10 @@ from typing import Annotated
 import typer
 
 from hoist._version import __version__
-from hoist.tools.commands import doctor, drives, export, inspect, restore, snapshot, train, verify
+from hoist.tools.commands import doctor, drives, export, inspect, report, restore, snapshot, train, verify
+from hoist.tools.loudness import LogLevel, LoudApp, Quiet, begin
 
-app = typer.Typer(
+app = LoudApp(
     name="hoist",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,9 +38,11 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Train language models bigger than memory from NVMe, exactly."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    begin(quiet, log_level)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -50,6 +52,7 @@ app.command(epilog=train.EPILOG)(train.train)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect_command)
 app.command(epilog=export.EPILOG)(export.export)
 app.command("verify", epilog=verify.EPILOG)(verify.verify_command)
+app.command(epilog=report.EPILOG)(report.report)
 app.command(epilog=snapshot.EPILOG)(snapshot.snapshot)
 app.command(epilog=restore.EPILOG)(restore.restore)
 app.command(epilog=drives.EPILOG)(drives.drives)

@@ -23,10 +23,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hoist.tiers import drive_health
+from hoist.tiers.drive_health import BlockDevice, DriveHealth
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
+from hoist.tools.sizes import show_decimal
 
+#: Share of a drive's rated life from which on it is pointed out.
+WORN_PERCENT = 80
 #: Bytes that the bandwidth measurement writes and reads (twice) by default.
 PROBE_BYTES = 256 * 2**20
 #: Below this the drive, not the computation, sets the pace of nearly every model (bytes a second).
@@ -78,6 +83,8 @@ class StorageFacts:
     """None if measuring failed."""
     error: str
     """Why it failed; else empty."""
+    health: DriveHealth | None = None
+    """The drive itself, and what it says of its wear; None if it was not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +181,8 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
 
 def judge(storage: StorageFacts, memory: MemoryFacts, compute: ComputeFacts) -> tuple[Check, ...]:
     """What the facts mean for a run. Pure."""
-    return (*_judge_storage(storage), *_judge_memory(memory, compute), *_judge_compute(compute))
+    drives = _judge_drives(storage.health)
+    return (*_judge_storage(storage), *drives, *_judge_memory(memory, compute), *_judge_compute(compute))
 
 
 def _judge_storage(storage: StorageFacts) -> list[Check]:
@@ -239,6 +247,36 @@ def _judge_storage(storage: StorageFacts) -> list[Check]:
             )
         )
     return checks
+
+
+def _judge_drives(health: DriveHealth | None) -> list[Check]:
+    """The drives themselves: one may be worn out, and what they say of it may be readable."""
+    if health is None:
+        return []
+    if not health.devices:
+        return [Check(name="drive", outcome=Outcome.PASS, found=f"not known: {health.why_no_device}")]
+    return [_judge_drive(device) for device in health.devices]
+
+
+def _judge_drive(device: BlockDevice) -> Check:
+    found = f"{device.name} {device.model}".rstrip() + (f" ({device.serial})" if device.serial else "")
+    smart = device.smart
+    if smart is None:
+        advice = "hoist train --tbw 600TB, as its data sheet says, shows how much of its life a run takes"
+        return Check(
+            name="drive", outcome=Outcome.PASS, found=f"{found}; its wear is not known: {device.why_no_smart}",
+            advice=advice,
+        )  # fmt: skip
+    found += f"; {show_decimal(smart.written_bytes)} written in its life, {smart.percentage_used}% of which is used"
+    if smart.implied_tbw_bytes is not None:
+        found += f", so it is rated for about {show_decimal(smart.implied_tbw_bytes)}"
+    worn = smart.percentage_used >= WORN_PERCENT
+    return Check(
+        name="drive",
+        outcome=Outcome.NOTE if worn else Outcome.PASS,
+        found=found,
+        advice="it is near the end of its rated life: keep copies elsewhere, or train on another" if worn else "",
+    )
 
 
 def _judge_memory(memory: MemoryFacts, compute: ComputeFacts) -> list[Check]:
@@ -337,6 +375,7 @@ def _look_at_storage(directory: Path, engine: IoEngine, num_bytes: int) -> Stora
         free_bytes=free_bytes,
         bandwidth=bandwidth,
         error=error,
+        health=drive_health.look(directory),
     )
 
 

@@ -51,3 +51,11 @@ class MetricsError(HoistError, OSError):
 
 class RunFailedError(HoistError, RuntimeError):
     """A drive failed or the loss is no number any more; the store is at its last commit, which the message names."""
+
+
+class ReportRefusedError(RefusalError, OSError):
+    """A report cannot be made as asked: nowhere to go, or what draws it is not installed; nothing was written."""
+
+
+class ReportError(HoistError, OSError):
+    """A report could not be written; what was there before is still there."""

@@ -81,16 +81,22 @@ class Evaluation:
         """Whether one belongs after a step."""
         return step == self._last_step or (self._every > 0 and step % self._every == 0)
 
-    def run(self, trainer: Trainer, stopped: Callable[[], bool]) -> EvalRecord | None:
-        """Evaluate; None if ``stopped`` says so before it is complete.
+    def run(
+        self, trainer: Trainer, stopped: Callable[[], bool], progress: Callable[[int, int], None] | None = None
+    ) -> EvalRecord | None:
+        """Evaluate; None if ``stopped`` says so before it is complete. ``progress`` gets done and total rows.
 
         Raises ConfigError if no label of the rows counts; else whatever the trainer raises.
         """
         found: list[EvalMetrics] = []
+        done = 0
         for group in self._groups():
             if stopped():
                 return None
+            if progress is not None:
+                progress(done, self.num_rows)
             found.append(trainer.evaluate(group))
+            done += sum(len(batch["labels"]) for batch in group)
         counted = sum(part.counted for part in found)
         if not counted:
             raise ConfigError(

@@ -50,6 +50,9 @@ class Forecast:
     """Those that are trained."""
     steps_left: int
     tokens_of_micro_batch: int
+    measuring_read_bytes: int = 0
+    """What measuring the drives moved."""
+    measuring_written_bytes: int = 0
 
     @property
     def run_seconds(self) -> float | None:

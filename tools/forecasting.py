@@ -18,7 +18,8 @@ from hoist.scheduler.setup import Setup
 from hoist.tiers import allocation, drives
 from hoist.tiers.errors import HoistError
 from hoist.tiers.format import SCRATCH_DIRECTORY
-from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.base import IoStatistics
+from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import StageLayout
 from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
@@ -35,9 +36,10 @@ class Told(Protocol):
         """How far a long preparation is."""
 
 
-def make_forecast(run: Prepared, engine: IoEngine, report: Told, stop: Stop) -> Forecast:
+def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
     """Measure and predict. Where that fails, the forecast says why, since the run itself may well go on.
 
+    The drive is measured through an engine like the run's own, whose counters are for what the run moves.
     Raises StoppedError on a signal.
     """
     config, setup = run.options.trainer_config(), run.setup
@@ -45,20 +47,25 @@ def make_forecast(run: Prepared, engine: IoEngine, report: Told, stop: Stop) -> 
     prediction: Prediction | None = None
     measured: Measured | None = None
     why_not: str | None = None
+    moved: IoStatistics | None = None
 
     def progress(what: str, done: int, total: int) -> None:
         stop.check()
         report.progress(what, done, total)
 
     try:
-        prediction, measured = predict(
-            run.model,
-            setup,
-            config,
-            engine=engine,
-            drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
-            progress=progress,
-        )
+        with choose_engine(run.options.io) as engine:
+            try:
+                prediction, measured = predict(
+                    run.model,
+                    setup,
+                    config,
+                    engine=engine,
+                    drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
+                    progress=progress,
+                )
+            finally:
+                moved = engine.statistics()
     except StoppedError:
         raise
     except (HoistError, RuntimeError, ValueError, OSError) as error:
@@ -75,6 +82,8 @@ def make_forecast(run: Prepared, engine: IoEngine, report: Told, stop: Stop) -> 
         drives=_needs(run, places),
         num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
         steps_left=max(0, run.options.steps - run.step),
+        measuring_read_bytes=0 if moved is None else moved.read_bytes,
+        measuring_written_bytes=0 if moved is None else moved.written_bytes,
         tokens_of_micro_batch=run.model.batches.num_tokens(run.model.batches.largest(config)),
     )
 

@@ -83,7 +83,7 @@ def check_weights(
     """Read every floating-point weight once and refuse NaN and infinity, before a store that is replaced is removed.
 
     Making a store checks its weights too, as it writes them: with a store to lose that is too late. Takes 12 MiB.
-    ``progress`` gets done and total elements. Raises CheckpointError or ModelError, TransferError if a read fails.
+    ``progress`` gets done and total bytes. Raises CheckpointError or ModelError, TransferError if a read fails.
     """
     specs = [
         spec
@@ -96,7 +96,7 @@ def check_weights(
     arena = Arena(4 * _WINDOW_ELEMENTS + _STAGING_BYTES)
     values = arena.lease(4 * _WINDOW_ELEMENTS, "values").tensor.view(torch.float32)
     staging = arena.lease(_STAGING_BYTES, "staging").tensor
-    done, total = 0, sum(spec.num_elements for spec in specs)
+    done, total = 0, sum(spec.num_elements * getattr(torch, spec.dtype).itemsize for spec in specs)
     try:
         for spec in specs:
             for start in range(0, spec.num_elements, _WINDOW_ELEMENTS):
@@ -104,7 +104,7 @@ def check_weights(
                 source = found.sources[_in_checkpoint(spec.name)]
                 reader.read_into(source, part, start_element=start, engine=engine, staging=staging)
                 refuse_non_finite({spec.name: part})
-                done += part.numel()
+                done += part.numel() * getattr(torch, spec.dtype).itemsize
                 if progress is not None:
                     progress(done, total)
     finally:

@@ -77,7 +77,7 @@ AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset(
     {
-        "store", "metrics", "trace", "fresh", "io", "verify", "max_chunk_elements", "dry_run", "given",
+        "store", "metrics", "tensorboard", "trace", "fresh", "io", "verify", "max_chunk_elements", "dry_run", "given",
         "tbw",  # the ledger keeps it
     }
 )
@@ -195,6 +195,8 @@ class TrainOptions:
     """File that gets one JSON object a step."""
     trace: str | None = None
     """File that gets what every lane did, for Chrome or Perfetto."""
+    tensorboard: str | None = None
+    """Directory that gets the same numbers as event files."""
     tbw: tuple[str, ...] = ()
     """Bytes that a drive is rated for in its life: one for each of the store's drives, or one per drive. 0: forget."""
     write_budget: str = "0"
@@ -249,7 +251,7 @@ class TrainOptions:
         self.lora_options()
         if not self.store:
             raise ConfigError("--store: nothing given; name a directory, or leave the option out")
-        for name in ("store", "model", "metrics", "trace"):
+        for name in ("store", "model", "metrics", "tensorboard", "trace"):
             if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         self.host_memory_bytes()

@@ -73,7 +73,7 @@ def _tiers(forecast: Forecast) -> list[str]:
     found = [f"{row[0]:<8}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
     found.append(
         f"{'':<{_LABEL_WIDTH}}host is within the budget of {show_bytes(forecast.host_budget_bytes)}"
-        + ("" if forecast.device else "; the CPU computes: no device memory")
+        + ("" if forecast.device else "; the CPU computes: no device")
     )
     return found
 

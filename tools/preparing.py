@@ -43,6 +43,7 @@ from hoist.tools.presets import ModelSource, load_model_source
 from hoist.tools.report import Reporter, Totals
 from hoist.tools.snapshot import check_space_for_run
 from hoist.tools.stop import Stop
+from hoist.tools.tensorboard_log import check_tensorboard
 from hoist.tools.wear import check_tbw, check_write_budget
 
 
@@ -90,6 +91,8 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
             check_metrics_path(Path(options.metrics), store=directory)
+        if options.tensorboard is not None:
+            check_tensorboard(Path(options.tensorboard))
         if options.trace is not None:
             check_trace_path(Path(options.trace), "--trace")
         found: CommitRecord | None = None
@@ -113,6 +116,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
+        report.progress("sizing the run", 0, 0)
         model, adapter = _staged(options, source, layouts)
         if options.isolate_documents:
             _check_isolation(options, model)
@@ -128,6 +132,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         measured: tuple[MeasuredDirectory, ...] = ()
         if not resume:
             if further:
+                report.progress("measuring the drives", 0, 0)
                 measured = measure([directory, *further], engine, num_bytes=measured_bytes(layouts))
             Store.check_creation(
                 directory,
@@ -146,7 +151,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                     checking = checked("checking the weights", report, stop)
                     check_weights(source.checkpoint, model, engine, progress=checking)
         probed = sum(one.probed_bytes for one in measured)
-        check_write_budget(options, directory, found, setup, further_bytes=probed + small_bytes(source))
+        check_write_budget(options, directory, found, setup, engine, further_bytes=probed + small_bytes(source))
         stop.check()
     return Prepared(
         options=options,

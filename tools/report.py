@@ -153,8 +153,10 @@ class Reporter(Protocol):
     def notice(self, text: str) -> None:
         """One line that the user should see."""
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """How far a long preparation is."""
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
+        """How far long work is: bytes, or as many ``unit``; without a total (0) that is not known. Something else that
+        is told ends it.
+        """
 
     def plan(self, start: RunStart) -> None:
         """What is about to run."""

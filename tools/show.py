@@ -10,14 +10,15 @@ import textwrap
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hoist.scheduler.memory import STATE_BYTES, promised_bytes
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.forecast import Forecast
 from hoist.tools.invoked import command_name
+from hoist.tools.loudness import is_quiet
 from hoist.tools.preflight_view import render
+from hoist.tools.progress import LongWork
 from hoist.tools.report import RunEnd, RunStart
 from hoist.tools.sizes import show_bytes, show_decimal
 from hoist.tools.wear import BudgetEnd
@@ -34,11 +35,13 @@ _SPEED_STEPS = 20
 class Display:
     """Shows a run on a console; a `Reporter`. Use as a context manager, so that a progress bar is taken away."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, work: LongWork | None = None, *, quiet: bool | None = None) -> None:
+        """``work``: shows how far long work is; by default on stderr. ``quiet``: nothing is told; by default as the
+        command line says.
+        """
+        self._quiet = is_quiet() if quiet is None else quiet
         self._console = console
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._what = ""
+        self._work = work or LongWork(Console(stderr=True), quiet=self._quiet)
         self._shown_at = 0.0
         self._steps = 0
         self._recent_seconds: list[float] = []
@@ -47,37 +50,20 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop_bar()
+        self._work.end()
 
     def notice(self, text: str) -> None:
         """One line that the user should see."""
-        self._stop_bar()
+        self._work.end()
         self._field("note", text, style="yellow")
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """How far a long preparation is: a bar on a terminal, nothing in a log."""
-        if not self._console.is_terminal:
-            return
-        if what != self._what:
-            self._stop_bar()
-            self._what = what
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
-                TimeRemainingColumn(), console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task(what, total=total)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
-
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar, self._task, self._what = None, None, ""
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
+        """How far long work is, in bytes or as many ``unit``; without a total (0) that is not known."""
+        self._work.progress(what, done, total, unit)
 
     def plan(self, start: RunStart) -> None:
         """What is about to run: model, data, store, and how the budget is divided."""
-        self._stop_bar()
+        self._work.end()
         states = STATE_BYTES * start.num_parameters
         frozen, frozen_bytes = "", 0
         if start.num_frozen:
@@ -129,13 +115,14 @@ class Display:
 
     def forecast(self, forecast: Forecast) -> None:
         """What the run is expected to take."""
-        self._stop_bar()
-        render(forecast, self._console)
+        self._work.end()
+        if not self._quiet:
+            render(forecast, self._console)
         self._line("")
 
     def step(self, metrics: StepMetrics, start: RunStart) -> None:
         """A step: one row, on a terminal each, in a log every few seconds."""
-        self._stop_bar()
+        self._work.end()
         self._recent_seconds = [*self._recent_seconds[1 - _SPEED_STEPS :], metrics.seconds]
         if self._steps == 1:
             del self._recent_seconds[0]
@@ -168,7 +155,7 @@ class Display:
 
     def evaluation(self, found: EvalRecord) -> None:
         """An evaluation: a line of its own."""
-        self._stop_bar()
+        self._work.end()
         self._field(
             "eval",
             f"step {found.step}: loss {found.eval_loss:.4f} over {found.eval_counted:,} labels; "
@@ -178,7 +165,7 @@ class Display:
 
     def end(self, end: RunEnd) -> None:
         """How it ended, and what to run next."""
-        self._stop_bar()
+        self._work.end()
         store = shlex.quote(end.store)
         hoist = command_name()
         if end.num_steps:
@@ -243,6 +230,8 @@ class Display:
             self._line(f"{'' if number else label:<{_LABEL_WIDTH}}{line}".rstrip(), style)
 
     def _line(self, text: str, style: str | None = None) -> None:
+        if self._quiet:
+            return
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -50,8 +50,20 @@ from hoist.tools.rows import Rows
 from hoist.tools.sizes import show_decimal
 from hoist.tools.snapshot import AutomaticSnapshots
 from hoist.tools.stop import Stop
+from hoist.tools.tensorboard_log import TensorboardLog
 from hoist.tools.text import ByteTokenizer, stdlib_sources
-from hoist.tools.wear import BudgetEnd, WriteBudget, ahead, behind, judged, lower, rate_drives, snapshot_bytes
+from hoist.tools.wear import (
+    BudgetEnd,
+    WriteBudget,
+    ahead,
+    behind,
+    count_measuring,
+    foreseen,
+    judged,
+    lower,
+    rate_drives,
+    snapshot_bytes,
+)
 
 #: Where the ids of tokenized text are kept: next to the store, named after it.
 CACHE_SUFFIX = ".tokens"
@@ -75,25 +87,36 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             rows = _data(run, report, stop)
             validation = None if rows is None else _validation_data(run, rows, report, stop)
             made = [each for each in (rows, validation) if each is not None]
-            forecast = None if rows is None else make_forecast(run, engine, report, stop)
+            forecast = None if rows is None else make_forecast(run, report, stop)
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
+            if forecast is not None:
+                count_measuring(
+                    store, read_bytes=forecast.measuring_read_bytes, written_bytes=forecast.measuring_written_bytes
+                )
             rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
-            start = _start(run, engine, rows, data, store, evaluation)
+            prediction = None if forecast is None else forecast.prediction
+            predicted_seconds = None if prediction is None else prediction.seconds
+            start = _start(run, engine, rows, data, store, evaluation, predicted_seconds)
             report.plan(start)
             if forecast is not None:
                 report.forecast(forecast)
             metrics_file = None
             if options.metrics is not None:
                 metrics_file = cleanup.enter_context(MetricsFile(Path(options.metrics)))
+            tensorboard = None
+            if options.tensorboard is not None:
+                tensorboard = TensorboardLog(Path(options.tensorboard), next_step=run.step + 1)
+                cleanup.enter_context(tensorboard)
             trace = None
             if options.trace is not None:
                 trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
+            sinks = [sink for sink in (metrics_file, tensorboard) if sink is not None]
             loop = _Loop(
-                run, store, data, start, engine, stop, report, metrics_file, evaluation, trace=trace, forecast=forecast
+                run, store, data, start, engine, stop, report, sinks, evaluation, trace=trace, forecast=forecast
             )
             return loop.run_to_end()
 
@@ -109,7 +132,11 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
         made = [rows]
         try:
             made.append(None if rows is None else _validation_data(run, rows, report, stop))
-            return make_forecast(run, engine, report, stop)
+            forecast = make_forecast(run, report, stop)
+            seconds = None if forecast.prediction is None else forecast.prediction.seconds
+            options = run.options
+            report.notice(foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds))
+            return forecast
         finally:
             for each in made:
                 if each is not None and each.source.made is not None:
@@ -313,7 +340,7 @@ class _Loop:
         engine: IoEngine,
         stop: Stop,
         report: Reporter,
-        metrics_file: MetricsFile | None,
+        sinks: Sequence[MetricsFile | TensorboardLog],
         evaluation: Evaluation | None,
         *,
         trace: Trace | None,
@@ -329,7 +356,7 @@ class _Loop:
         self._engine = engine
         self._stop = stop
         self._report = report
-        self._metrics_file = metrics_file
+        self._sinks = sinks
         self._evaluation = evaluation
         self._trace = trace
         self._totals = run.totals
@@ -387,6 +414,7 @@ class _Loop:
                 config=config,
                 baseline_bytes=run.baseline_bytes,
                 setup=setup,
+                wear=lambda: self._wear_now(config, counted),
                 trace=self._trace,
                 prediction=None if prediction is None else prediction.to_json(),
             ) as trainer,
@@ -411,33 +439,49 @@ class _Loop:
                 _require_finite(self._last)
                 if self._last.step > first_steady:
                     self._seconds.append(self._last.seconds)
-                if self._metrics_file is not None:
-                    self._metrics_file.write(self._last)
+                for sink in self._sinks:
+                    sink.write(self._last)
                 self._report.step(self._last, self._start)
                 snapshots.after_step(trainer)
                 self._evaluate(trainer)
+            self._report.progress("finishing updates and committing", 0, 0)
             trainer.commit()
             self._step = trainer.step_number
             self._commits.join(trainer.statistics().commits)
             if self._last is not None:
-                steps = self._step - self._totals.since_step
-                seconds = self._totals.seconds / steps if steps else None
-                self._wear = behind(_judged(run, self._store, config, counted, seconds, self._step))
+                self._wear = behind(self._judged(config, counted))
         return suggestive
+
+    def _judged(self, config: TrainerConfig, counted: Writes) -> Wear:
+        """What the run does to the drive, at the speed of all its steps so far."""
+        step = self._run.step if self._last is None else self._last.step
+        steps = step - self._totals.since_step
+        seconds = self._totals.seconds / steps if steps > 0 and self._totals.seconds > 0.0 else None
+        return _judged(self._run, self._store, config, counted, seconds, step)
+
+    def _wear_now(self, config: TrainerConfig, counted: Writes) -> Mapping[str, Any]:
+        """For the status document, about once a second: so the store's own count is kept as often."""
+        if self._store.wear is not None:
+            self._store.wear.save()
+        return self._judged(config, counted).to_json()
 
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluate, if that is due after this step; a signal ends it."""
         if self._evaluation is None or not self._evaluation.is_due(trainer.step_number):
             return
-        found = self._evaluation.run(trainer, lambda: bool(self._stop.signal))
+        found = self._evaluation.run(
+            trainer,
+            lambda: bool(self._stop.signal),
+            lambda done, total: self._report.progress("evaluating", done, total, "rows"),
+        )
         if found is None:
             self._report.notice(
                 f"the evaluation after step {trainer.step_number} was cut short by the signal, and is left out"
             )
         else:
             trainer.log(found.to_json())
-            if self._metrics_file is not None:
-                self._metrics_file.write(found)
+            for sink in self._sinks:
+                sink.write(found)
             self._report.evaluation(found)
 
     def _pick_delay(self, times: StepTimes, config: TrainerConfig) -> tuple[TrainerConfig, Setup]:
@@ -511,6 +555,7 @@ def _start(
     data: token_data.StepData,
     store: Store,
     evaluation: Evaluation | None,
+    predicted_seconds: float | None,
 ) -> RunStart:
     options = run.options
     assert store.record is not None
@@ -537,15 +582,17 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
-        wear=_wear_ahead(run, store),
+        wear=_wear_ahead(run, store, predicted_seconds),
     )
 
 
-def _wear_ahead(run: Prepared, store: Store) -> tuple[str, ...]:
-    """What the run will do to the drive: at the speed that it had so far, if it goes on."""
+def _wear_ahead(run: Prepared, store: Store, predicted_seconds: float | None) -> tuple[str, ...]:
+    """What the run will do to the drive: at the speed that is predicted, or else that it had so far, if it goes on."""
     config, totals = run.options.trainer_config(), run.totals
     steps_done = run.step - totals.since_step
-    seconds = totals.seconds / steps_done if steps_done > 0 and totals.seconds > 0.0 else None
+    seconds = predicted_seconds
+    if seconds is None and steps_done > 0 and totals.seconds > 0.0:
+        seconds = totals.seconds / steps_done
     counted = writes.count(run.setup, config, store.record)
     lines = [ahead(_judged(run, store, config, counted, seconds, run.step), run.options.steps - run.step)]
     budget = run.options.write_budget_bytes()

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes a virtual environment in DIRECTORY and installs PIP-ARGUMENTS into it, at the tested versions; without any, hoist:
 #   sh tools/venv.sh DIRECTORY [PIP-ARGUMENTS...]
-# As root on Debian it first installs what may be missing there: venv, and for `dev` a C compiler (one test uses it).
+# As root on Debian it first installs what may be missing there: venv, and for `dev` a C compiler (one test uses it) and
+# chromium (tests open reports in it, or skip).
 set -eu
 cd "$(dirname "$0")/.."
 directory=${1:?name the directory of the environment, like .venv}
@@ -30,7 +31,12 @@ if [ -z "$python" ]; then
 fi
 "$python" -c 'import ensurepip, venv' 2>/dev/null || debian_package python3-venv
 case "$*" in
-    *dev*) command -v gcc >/dev/null || debian_package gcc ;;
+    *dev*)
+        command -v gcc >/dev/null || debian_package gcc
+        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then
+            debian_package chromium || echo "$0: no chromium: tests that need a browser will skip" >&2
+        fi
+        ;;
 esac
 echo "installing hoist and torch into $directory: about 1.2 GB, a minute or two" >&2
 "$python" -m venv "$directory"

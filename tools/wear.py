@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hoist.scheduler import endurance, writes
@@ -16,13 +16,15 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.endurance import Wear
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.memory import STATE_BYTES
+from hoist.scheduler.preflight import probed_bytes
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.writes import Saving, Writes
 from hoist.tiers import drive_health, drives
 from hoist.tiers.format import COMMIT_NAME, CRC_DIRECTORY, WEAR_NAME, CommitRecord
+from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
-from hoist.tiers.wear import WearLedger, read_wear
+from hoist.tiers.wear import DirectoryWear, WearLedger, WearRecord, read_wear
 from hoist.tools.options import TrainOptions
 from hoist.tools.sizes import show_decimal
 
@@ -36,11 +38,15 @@ _FROM_OPTION, _FROM_DRIVE = "--tbw", "smart"
 
 def check_tbw(options: TrainOptions, directory: Path, found: CommitRecord | None) -> None:
     """Raise ConfigError unless ``--tbw`` is there once, or once for each of the store's drives."""
-    count = len(options.store) if found is None else len(drives.registered(found, directory))
+    count = _num_drives(options, directory, found)
     given = len(options.tbw)
     if given not in (0, 1, count):
         raise ConfigError(f"--tbw: given {given} times, and the store has {count} of them (drives); give it once or "
                           f"{count} times")  # fmt: skip
+
+
+def _num_drives(options: TrainOptions, directory: Path, found: CommitRecord | None) -> int:
+    return len(options.store) if found is None else len(drives.registered(found, directory))
 
 
 def known_bytes(directory: Path, found: CommitRecord | None) -> int:
@@ -60,7 +66,13 @@ def _committed_bytes(found: CommitRecord | None) -> int:
 
 
 def check_write_budget(
-    options: TrainOptions, directory: Path, found: CommitRecord | None, setup: Setup, *, further_bytes: int
+    options: TrainOptions,
+    directory: Path,
+    found: CommitRecord | None,
+    setup: Setup,
+    engine: IoEngine,
+    *,
+    further_bytes: int,
 ) -> None:
     """Raise ConfigError if the budget of writes is used up, or too small for one step and its commit.
 
@@ -75,6 +87,7 @@ def check_write_budget(
     if found is None:
         needed += writes.creation_bytes(setup) + further_bytes + SMALL_BYTES
     if step < options.steps:
+        needed += probed_bytes(setup, engine) * _num_drives(options, directory, found)
         needed += writes.count(setup, options.trainer_config(), found).most_bytes() + SMALL_BYTES
     if written > budget:
         raise ConfigError(
@@ -87,6 +100,16 @@ def check_write_budget(
             f"--write-budget: {options.write_budget} is too little: {show_decimal(written)} were written to the "
             f"store's drives so far, and {what} may write {show_decimal(needed - written)}; give at least {needed} "
             "bytes, or 0 for no limit"
+        )
+
+
+def count_measuring(store: Store, *, read_bytes: int, written_bytes: int) -> None:
+    """What was measured on the store's drives, on each as much, before the store was open counts, too."""
+    assert store.wear is not None
+    numbers = [number for number, each in enumerate(store.wear.record().directories) if each.in_use]
+    for number in numbers:
+        store.wear.add(
+            number, written_bytes=written_bytes // len(numbers), read_bytes=read_bytes // len(numbers)
         )
 
 
@@ -135,6 +158,38 @@ def judged(
         steps_left=steps_left,
         write_budget_bytes=write_budget_bytes,
     )
+
+
+def foreseen(
+    options: TrainOptions,
+    directory: Path,
+    found: CommitRecord | None,
+    setup: Setup,
+    *,
+    predicted_seconds: float | None,
+) -> str:
+    """:func:`ahead` of a run that is not begun, from what the store counts, if it is there. Changes nothing."""
+    try:
+        record = read_wear(directory)
+    except (OSError, ValueError):
+        record = None
+    if record is None or not any(each.in_use for each in record.directories):
+        places = [DirectoryWear(directory=str(Path(place).absolute())) for place in options.store]
+        record = WearRecord(directories=tuple(places))
+    told = options.tbw_bytes()
+    if told:
+        rated = [
+            replace(each, tbw_bytes=told[min(number, len(told) - 1)] or None, tbw_source=_FROM_OPTION)
+            for number, each in enumerate(record.directories)
+        ]
+        record = replace(record, directories=tuple(rated))
+    config = options.trainer_config()
+    steps = max(0, options.steps - (0 if found is None else found.step))
+    bytes_per_step = writes.count(setup, config, found).per_step(config, predicted_seconds)
+    wear = endurance.judge(
+        record, bytes_per_step=bytes_per_step, seconds_per_step=predicted_seconds, steps_left=steps
+    )
+    return ahead(wear, steps)
 
 
 def ahead(wear: Wear, steps: int) -> str:

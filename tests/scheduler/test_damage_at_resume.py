@@ -105,7 +105,7 @@ class Silent:
 
     def notice(self, text: str) -> None: ...
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         self.seen.add(what)
 
     def plan(self, start: Any) -> None: ...

@@ -154,6 +154,12 @@ class Watcher:
         if moment is not None:
             self._deadline.tick(moment)
 
+    def _is_renamed(self) -> bool:
+        """A commit's fsync of the directory comes next; that of wear.json at the end is another."""
+        counts = self._deadline.counts
+        renamed = counts["COMMIT.json: between fsync and rename"]
+        return renamed > counts["COMMIT.json: between rename and the directory's fsync"]
+
     def _moment(self, seen: Seen) -> str | None:
         own, name = self._directory, seen.path.name
         crc = own / CRC_DIRECTORY
@@ -166,7 +172,7 @@ class Watcher:
                 return "COMMIT.json.tmp: between its bytes and its fsync"
             case Act.RENAME if seen.target == own / COMMIT_NAME:
                 return "COMMIT.json: between fsync and rename"
-            case Act.SYNC if seen.path == own and self._deadline.counts["COMMIT.json: between fsync and rename"]:
+            case Act.SYNC if seen.path == own and self._is_renamed():
                 return "COMMIT.json: between rename and the directory's fsync"
             case Act.REMOVE if seen.path.parent == crc:
                 return "before the old CRC file goes"

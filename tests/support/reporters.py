@@ -27,8 +27,8 @@ class Recorder:
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        assert 0 <= done <= total
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
+        assert 0 <= done <= total or not total
         if what not in self.preparations:
             self.preparations.append(what)
             self.at(what)

@@ -93,7 +93,7 @@ class _Engine(WrapperEngine):
         offset: int,
         buffer: torch.Tensor,
     ) -> Future[None]:
-        file = path.name if path.parent.name == "scratch" else "states"
+        file = path.name if path.parent.name == "scratch" else path.parent.parent.parent.name
         with self._world.lock:
             self._world.show(f"before a {what} of {file}", None)
             future = start(path, offset, buffer)

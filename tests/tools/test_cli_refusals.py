@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hoist.tiers.io.choose import why_no_kvikio
-from hoist.tools import cli
+from hoist.tools.commands import train as train_command
 from hoist.tools.errors import RunFailedError
 from hoist.tools.exits import describe
 from hoist.tools.train import train
@@ -34,6 +34,7 @@ from tests.support.commands import (
     tree,
 )
 from tests.support.reporters import Recorder
+from tests.support.traces import read_trace
 
 
 @dataclass(kw_only=True, slots=True)
@@ -347,6 +348,14 @@ def test_metrics_path(shell: Shell) -> None:
     assert len(read_metrics(folder / "m.jsonl")) == 1
 
 
+def test_trace_path(shell: Shell) -> None:
+    folder = shell.job.folder
+    assert f"--trace {folder}: is a directory" in shell.train_refused(trace=folder)
+    assert "is not a directory; make it first" in shell.train_refused(trace=folder / "no" / "t.json")
+    shell.train(steps=1, trace=folder / "t.json")
+    assert "step 1" in {each.name for each in read_trace(folder / "t.json").other()}
+
+
 # --- memory and I/O ---------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +443,7 @@ def test_a_bug_is_one_line_too(
     def broken(given: object, config: object) -> int:
         raise KeyError("layer.7\nand more")
 
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setattr(train_command, "_train", broken)
     line = hoist(capfd, "train").failure()
     assert line.startswith("internal error: KeyError: ")
     assert line.endswith("run with HOIST_TRACEBACK=1 for the traceback")

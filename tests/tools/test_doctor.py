@@ -9,9 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from hoist.tiers.drive_health import BlockDevice, DriveHealth, SmartWear
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.io.probe import Bandwidth
 from hoist.tools.doctor import (
+    Check,
     ComputeFacts,
     MemoryFacts,
     Outcome,
@@ -148,3 +150,40 @@ def test_the_tightest_cgroup_limits(tmp_path: Path) -> None:
     (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (root / "memory" / "job" / "memory.limit_in_bytes").write_text("3000\n")
     assert cgroup_limit_bytes(membership, root) == 3000
+
+
+class TestDrive:
+    """What is said of the drive itself; finding and asking it are `test_drive_health.py`'s."""
+
+    @staticmethod
+    def checks(health: DriveHealth | None) -> list[Check]:
+        storage = dataclasses.replace(GOOD_STORAGE, health=health)
+        return [check for check in judge(storage, GOOD_MEMORY, GOOD_COMPUTE) if check.name == "drive"]
+
+    @pytest.mark.parametrize(
+        ("smart", "outcome", "found"),
+        [
+            (None, Outcome.PASS, "nvme0n1 MAKER (S1); its wear is not known: nvme-cli is not installed"),
+            (
+                SmartWear(written_bytes=24 * 10**12, read_bytes=0, percentage_used=4),
+                Outcome.PASS,
+                "nvme0n1 MAKER (S1); 24 TB written in its life, 4% of which is used, so it is rated for about 600 TB",
+            ),
+            (
+                SmartWear(written_bytes=24 * 10**12, read_bytes=0, percentage_used=90),
+                Outcome.NOTE,
+                "nvme0n1 MAKER (S1); 24 TB written in its life, 90% of which is used, so it is rated for about 26.7 TB",
+            ),
+        ],
+    )
+    def test_its_wear(self, smart: SmartWear | None, outcome: Outcome, found: str) -> None:
+        why = "" if smart else "nvme-cli is not installed"
+        device = BlockDevice(name="nvme0n1", model="MAKER", serial="S1", smart=smart, why_no_smart=why)
+        (check,) = self.checks(DriveHealth(directory="/a", devices=(device,)))
+        assert (check.name, check.outcome, check.found) == ("drive", outcome, found)
+        assert bool(check.advice) == (smart is None or outcome is Outcome.NOTE)
+
+    def test_none(self) -> None:
+        (check,) = self.checks(DriveHealth(directory="/a", why_no_device="its file system is on none"))
+        assert check.found == "not known: its file system is on none"
+        assert self.checks(None) == []

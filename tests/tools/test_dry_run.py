@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hoist.scheduler.setup import Setup
 from hoist.tools.forecast import Forecast
+from hoist.tools.forecasting import make_forecast
 from hoist.tools.preflight_view import lines
+from hoist.tools.preparing import open_engine, prepare_run
+from hoist.tools.stop import Stop
 from hoist.tools.train import preview, train
 from tests.support.commands import Job, hoist, make_job, read_metrics, tree
 from tests.support.reporters import Recorder
@@ -136,3 +140,49 @@ def test_the_view_fits_80_columns(folder: Path) -> None:
 def test_the_view_says_why_nothing_is_predicted(folder: Path) -> None:
     found = replace(forecast(folder), prediction=None, measured=None, why_not="there: cannot make a file there")
     assert lines(found, 0)[-1].endswith("could not be measured: there: cannot make a file there")
+
+
+def test_every_drive_has_its_need_and_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path)
+    before = tree(tmp_path)
+    further = tmp_path / "further"
+    told = hoist(capfd, *job.arguments("--store", further, "--dry-run", "--json"))
+    assert told.code == 0, told.err
+    document = json.loads(told.out)
+    assert [drive["directory"] for drive in document["drives"]] == [str(job.store), str(further)]
+    assert all(drive["need_bytes"] > 0 for drive in document["drives"])
+    stored = document["nvme"]["weights"] + document["nvme"]["moments"]
+    assert sum(drive["need_bytes"] for drive in document["drives"]) >= stored - 2
+    assert tree(tmp_path) == before
+
+
+def test_a_delay_that_is_picked_is_predicted_from_the_same_measurements(folder: Path) -> None:
+    found = forecast(folder)
+    job = Job.at(folder)
+    config = job.options(store=folder / "other").trainer_config()
+    assert found.prediction is not None
+    assert found.measured is not None
+    setup = prepare_run_setup(job, folder)
+    again = found.of(setup, config)
+    assert again.prediction is not None
+    assert again.prediction.seconds == pytest.approx(found.prediction.seconds)
+    assert again.prediction.read_bytes == found.prediction.read_bytes
+
+
+def prepare_run_setup(job: Job, folder: Path) -> Setup:
+    """How the job's run in another store would be set up."""
+    with open_engine("direct") as engine, Stop() as stop:
+        return prepare_run(job.options(store=folder / "other"), engine, Recorder(), stop).setup
+
+
+def test_a_run_goes_on_where_nothing_can_be_measured(tmp_path: Path) -> None:
+    """Here another trainer has the model; a full drive is like that, though a store that is there needs no more."""
+    job = make_job(tmp_path)
+    with open_engine("direct") as engine, Stop() as stop:
+        run = prepare_run(job.options(), engine, Recorder(), stop)
+        run.model.take()
+        found = make_forecast(run, Recorder(), stop)
+    assert found.prediction is None
+    assert found.why_not is not None
+    assert found.run_seconds is None
+    assert found.to_json()["prediction"] is None

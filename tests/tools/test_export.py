@@ -329,7 +329,7 @@ class Watcher(Recorder):
         super().__init__()
         self.reports: list[tuple[str, int, int]] = []
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         self.reports.append((what, done, total))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hoist.scheduler.endurance import judge
+from hoist.scheduler.status import RunStatus
 from hoist.tiers.wear import DirectoryWear, WearRecord, read_wear
 from hoist.tools.report import RunEnd
 from hoist.tools.sizes import show_decimal
@@ -18,7 +19,7 @@ from tests.support.commands import SEQ_LEN, Job, curve, hoist, make_job
 from tests.support.models import VOCAB_SIZE
 from tests.support.reporters import Recorder
 
-NUM_STEPS = 9
+NUM_STEPS = 7
 TB = 10**12
 
 
@@ -51,7 +52,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "snapshots": {"residency": 0, "snapshot_every": 2, "keep_snapshots": 1},
 }
 #: Some of them on every run of the tests; and those that must stop early.
-IN_EVERY_RUN = ("everything on NVMe", "made again", "snapshots")
+IN_EVERY_RUN = ("made again", "snapshots")
 STOPS = ("everything on NVMe", "delayed", "made again", "snapshots")
 
 
@@ -87,6 +88,11 @@ def test_what_is_said_and_how_to_go_on(job: Job, capfd: pytest.CaptureFixture[st
     budget = written(job.store) + 9_000_000
     done = hoist(capfd, *job.arguments("--write-budget", budget, "--tbw", "600TB", **settings))
     assert done.code == 0, done.err
+    status = RunStatus.from_json(json.loads((job.store / "status.json").read_text()))
+    assert status.wear is not None
+    assert status.wear["tbw_bytes"] == 600 * TB
+    assert status.wear["write_budget_bytes"] == budget
+    assert 0 < status.wear["written_bytes"] <= written(job.store)
     assert f"--write-budget {show_decimal(budget)}, of which " in done.out
     (ahead_line,) = [line for line in done.out.splitlines() if line.startswith("wear     writes ")]
     assert ahead_line.endswith("last more than 100 years") or " of 600 TB; at this speed 600 TB last " in ahead_line
@@ -109,6 +115,14 @@ def test_what_is_said_and_how_to_go_on(job: Job, capfd: pytest.CaptureFixture[st
     done = hoist(capfd, *job.arguments("--write-budget", "1MB", steps=100))
     assert done.code == 2
     assert done.refusal().startswith("--write-budget: 1MB is exceeded: ")
+
+
+def test_a_dry_run_says_it_too_and_counts_nothing(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    done = hoist(capfd, *job.arguments("--dry-run", "--tbw", "600TB"))
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if " of 600 TB" in line]
+    assert line.startswith("note     writes ")
+    assert not job.store.exists()
 
 
 def test_a_store_is_not_made_for_a_budget_that_allows_no_step(job: Job, capfd: pytest.CaptureFixture[str]) -> None:

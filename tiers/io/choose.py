@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 
 from hoist.tiers.errors import RefusalError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.io.kvikio import KvikioEngine
+
+_log = logging.getLogger(__name__)
 
 #: What ``choose_engine`` takes.
 ENGINE_KINDS = ("auto", "direct", "kvikio")
@@ -23,6 +26,12 @@ def choose_engine(kind: str = "auto") -> IoEngine:
     ``auto`` is kvikio where a CUDA device and kvikio are present, else direct. Raises RefusalError for an unknown kind,
     and where ``kvikio`` was asked for and cannot work, with what to install.
     """
+    engine = _make(kind)
+    _log.info("I/O engine %s", engine.describe())
+    return engine
+
+
+def _make(kind: str) -> IoEngine:
     if kind == "direct":
         return DirectEngine(why="it was asked for")
     if kind == "kvikio":

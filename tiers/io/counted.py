@@ -31,6 +31,8 @@ class CountedEngine(IoEngine):
         self.inner = inner
         self._ledger = ledger
         self.name = inner.name
+        self.part_bytes = inner.part_bytes
+        self.parts_at_once = inner.parts_at_once
 
     def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
         # Before it is asked for: whoever waits for it finds it counted.

@@ -27,10 +27,15 @@ def doctor(
 
 
 def _doctor(directory: Path, io: str, as_json: bool) -> int:
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.doctor import diagnose, render
+    from hoist.tools.loudness import is_quiet
+    from hoist.tools.progress import LongWork, loading
 
-    with choose_engine(io) as engine:
+    with loading():
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.doctor import diagnose, render
+
+    work = LongWork(Console(stderr=True), quiet=is_quiet())
+    with choose_engine(io) as engine, work.during("measuring the drive"):
         diagnosis = diagnose(directory, engine)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_json(), indent=2))

@@ -35,11 +35,15 @@ def drives(
 
 
 def _drives(store: Path, add: list[Path], remove: list[Path], io: str, as_json: bool) -> int:
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.drives import change, look, render
-    from hoist.tools.show import Display
-    from hoist.tools.sizes import show_bytes
-    from hoist.tools.stop import Stop
+    from hoist.tools.loudness import is_quiet
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.drives import change, look, render
+        from hoist.tools.show import Display
+        from hoist.tools.sizes import show_bytes
+        from hoist.tools.stop import Stop
 
     if add or remove:
         with Stop() as stop, choose_engine(io) as engine, Display(Console(stderr=as_json)) as display:
@@ -48,11 +52,13 @@ def _drives(store: Path, add: list[Path], remove: list[Path], io: str, as_json: 
                 stop.check()
                 display.progress("moving chunks", done, total)
 
+            if add:
+                display.progress("measuring the drives", 0, 0)
             moved_bytes = change(store, engine, add=add, remove=remove, progress=progress)
             display.notice(f"{show_bytes(moved_bytes)} moved")
     uses = look(store)
     if as_json:
         typer.echo(json.dumps([use.to_json() for use in uses], indent=2))
-    else:
+    elif not ((add or remove) and is_quiet()):
         render(uses, Console())
     return 0 if all(use.problem is None for use in uses) else 1

@@ -50,12 +50,16 @@ def export(
 def _export(
     store: Path, directory: Path, dtype: str | None, max_shard_size: str, merge: bool, verify: bool, as_json: bool
 ) -> int:
-    from hoist.scheduler.errors import ConfigError
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.export import export_store
-    from hoist.tools.show import Display
-    from hoist.tools.sizes import parse_bytes, show_bytes
-    from hoist.tools.stop import Stop
+    from hoist.tools.loudness import say
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.scheduler.errors import ConfigError
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.export import export_store
+        from hoist.tools.show import Display
+        from hoist.tools.sizes import parse_bytes, show_bytes
+        from hoist.tools.stop import Stop
 
     try:
         shard_bytes = parse_bytes(max_shard_size, minimum=1)
@@ -87,13 +91,13 @@ def _export(
             )
         )
     else:
-        typer.echo(
+        say(
             f"exported step {summary.step}: {summary.num_tensors} tensors, {show_bytes(summary.num_bytes)}, "
             f"{summary.dtype}, to {summary.directory}{' (read back: no bit differs)' if verify else ''}"
         )
         if summary.base is None:
-            typer.echo(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
+            say(f"load it: AutoModelForCausalLM.from_pretrained({str(summary.directory)!r})")
         else:
             base = f"AutoModelForCausalLM.from_pretrained({summary.base!r})"
-            typer.echo(f"load it: PeftModel.from_pretrained({base}, {str(summary.directory)!r})")
+            say(f"load it: PeftModel.from_pretrained({base}, {str(summary.directory)!r})")
     return 0

@@ -28,10 +28,14 @@ def restore(
 
 
 def _restore(store: Path, name: str, as_json: bool) -> int:
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.show import Display
-    from hoist.tools.snapshot import restore_store
-    from hoist.tools.stop import Stop
+    from hoist.tools.loudness import say
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.show import Display
+        from hoist.tools.snapshot import restore_store
+        from hoist.tools.stop import Stop
 
     with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
 
@@ -43,8 +47,8 @@ def _restore(store: Path, name: str, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps({"name": name, "step": record.step, "step_before": before}))
     else:
-        typer.echo(f"{store} was at step {before} and is now at step {record.step}, as snapshot {name} kept it")
+        say(f"{store} was at step {before} and is now at step {record.step}, as snapshot {name} kept it")
         asked = record.run.get("options", {}).get("steps", 0)
         more = f" --steps {max(before, record.step + 1)}" if asked and asked <= record.step else ""
-        typer.echo(f"go on: {command_name()} train --store {shlex.quote(str(store))}{more}")
+        say(f"go on: {command_name()} train --store {shlex.quote(str(store))}{more}")
     return 0

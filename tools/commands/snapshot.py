@@ -33,11 +33,15 @@ def snapshot(
 
 
 def _snapshot(store: Path, name: str | None, show: bool, remove: bool, as_json: bool) -> int:
-    from hoist.scheduler.errors import ConfigError
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.show import Display
-    from hoist.tools.snapshot import remove_snapshot, snapshot_store
-    from hoist.tools.stop import Stop
+    from hoist.tools.loudness import say
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.scheduler.errors import ConfigError
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.show import Display
+        from hoist.tools.snapshot import remove_snapshot, snapshot_store
+        from hoist.tools.stop import Stop
 
     if (name is None) != show or (show and remove):
         raise ConfigError("snapshot: give either the NAME of a snapshot or --list")
@@ -51,14 +55,17 @@ def _snapshot(store: Path, name: str | None, show: bool, remove: bool, as_json: 
 
         if remove:
             remove_snapshot(store, name, engine=engine)
-            typer.echo(json.dumps({"removed": name}) if as_json else f"snapshot {name} is removed")
+            if as_json:
+                typer.echo(json.dumps({"removed": name}))
+            else:
+                say(f"snapshot {name} is removed")
             return 0
         info = snapshot_store(store, name, engine=engine, progress=progress)
     if as_json:
         typer.echo(json.dumps({"name": info.name, "step": info.step, "directory": str(info.directory)}))
     else:
-        typer.echo(f"snapshot {info.name} of step {info.step} is in {info.directory}")
-        typer.echo(f"go back to it: {command_name()} restore {shlex.quote(str(store))} {info.name}")
+        say(f"snapshot {info.name} of step {info.step} is in {info.directory}")
+        say(f"go back to it: {command_name()} restore {shlex.quote(str(store))} {info.name}")
     return 0
 
 

@@ -207,6 +207,13 @@ def train(
         str | None,
         typer.Option(metavar="N", rich_help_panel=_RUN, help="Of initial weights, shuffle and dropout. Default 0."),
     ] = None,
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_RUN,
+            help="Also write every number of --metrics, under the same names, as event files for TensorBoard.",
+        ),
+    ] = None,
     tbw: Annotated[
         list[str] | None,
         typer.Option(
@@ -375,10 +382,13 @@ def _forecast(options: TrainOptions, *, as_json: bool) -> int:
 
 
 def _train(given: Mapping[str, Any], config: Path | None, *, as_json: bool) -> int:
-    from hoist.scheduler.errors import ConfigError
-    from hoist.tools.options import TrainOptions
-    from hoist.tools.show import Display
-    from hoist.tools.train import train as run
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.scheduler.errors import ConfigError
+        from hoist.tools.options import TrainOptions
+        from hoist.tools.show import Display
+        from hoist.tools.train import train as run
 
     options = TrainOptions.make(config=config, command_line=given)
     if options.dry_run:

@@ -24,12 +24,16 @@ def verify_command(
 
 
 def _verify(store: Path, as_json: bool) -> int:
-    from hoist.tiers.errors import StoreFormatError
-    from hoist.tiers.io.choose import choose_engine
-    from hoist.tools.show import Display
-    from hoist.tools.sizes import show_bytes
-    from hoist.tools.stop import Stop
-    from hoist.tools.verify import raise_if_bad, verify_store
+    from hoist.tools.loudness import say
+    from hoist.tools.progress import loading
+
+    with loading():
+        from hoist.tiers.errors import StoreFormatError
+        from hoist.tiers.io.choose import choose_engine
+        from hoist.tools.show import Display
+        from hoist.tools.sizes import show_bytes
+        from hoist.tools.stop import Stop
+        from hoist.tools.verify import raise_if_bad, verify_store
 
     with Stop() as stop, choose_engine("direct") as engine, Display(Console(stderr=as_json)) as display:
 
@@ -50,7 +54,7 @@ def _verify(store: Path, as_json: bool) -> int:
             typer.echo(f"bad: {bad}")
     raise_if_bad(verdict)
     if not as_json:
-        typer.echo(
+        say(
             f"step {verdict.step}: all {verdict.num_files} chunk files are as they were committed "
             f"({show_bytes(verdict.num_bytes)} in {verdict.seconds:.1f} s, "
             f"{show_bytes(int(verdict.num_bytes / max(verdict.seconds, 1e-9)))}/s)"

@@ -1,0 +1,70 @@
+"""`hoist report`: parses and calls `hoist.tools.run_report`, and says what was written.
+
+Errors become one line in `exits.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = "Example:  [bold]hoist report hoist-store --html report.html --png report.png[/]"
+
+
+def report(
+    store: Annotated[Path, typer.Argument(help="The store; a run may go on in it.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", show_default=False,
+            help="One page with every chart and its numbers. It needs no network and no server; just open it.",
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FILE", show_default=False, help="The main charts in one picture."),
+    ] = None,
+) -> int:
+    """Make a report of a run: curves, where states are, what each lane does, what bounds a step, memory, wear."""
+    return _report(store, html, png)
+
+
+def _report(store: Path, html: Path | None, png: Path | None) -> int:
+    from hoist.tools.errors import ReportRefusedError
+    from hoist.tools.invoked import install_command
+    from hoist.tools.run_report_facts import gather
+
+    if html is None and png is None:
+        raise ReportRefusedError("nothing to write: give --html FILE, --png FILE or both")
+    try:
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ModuleNotFoundError as error:
+        command = install_command("'hoist-engine[report]'")
+        raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
+    from hoist.tools.run_report import check_target, report_of, write_file
+
+    targets = [
+        (option, check_target(path, store, option=option), path)
+        for option, path in (("--html", html), ("--png", png))
+        if path is not None
+    ]
+    if len({target for _, target, _ in targets}) < len(targets):
+        raise ReportRefusedError(f"--html and --png both name {targets[0][2]}; give each a file of its own")
+    made = report_of(gather(store))
+    for option, target, path in targets:
+        if option == "--html":
+            from hoist.tools.run_report_page import page
+
+            data = page(made).encode()
+        else:
+            from hoist.tools.run_report_picture import picture
+
+            data = picture(made)
+        write_file(target, data)
+        from hoist.tools.sizes import show_bytes
+
+        typer.echo(f"wrote {path} ({show_bytes(len(data))})")
+    return 0

@@ -1,0 +1,509 @@
+"""What a report says of one step: what was where, what each lane did, and what bounds the step.
+
+Each function makes one section of facts. What is over steps is in `run_report_run.py`; how much is made less is in
+`run_report_reduce.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hoist.scheduler.status import STATE_KINDS
+from hoist.tiers.format import METRICS_NAME, TIMELINE_NAME
+from hoist.tools.run_report_charts import Bar, Curve, Span, bars, curves, spans
+from hoist.tools.run_report_facts import RunFacts, StepFacts
+from hoist.tools.run_report_parts import (
+    Cell,
+    Figure,
+    Section,
+    Table,
+    Unit,
+    columns,
+    middle,
+    show_rate,
+    show_seconds,
+    show_share,
+    steady,
+    times,
+)
+from hoist.tools.run_report_reduce import (
+    OP_GROUPS,
+    OTHER_GROUP,
+    PIXEL_SHARE,
+    TIME_BINS,
+    Level,
+    binned,
+    by_stage,
+    merged_bars,
+    shares,
+    stage_groups,
+    stretches,
+    union_seconds,
+)
+from hoist.tools.run_report_timeline import Moment, TimedOp, Timeline
+
+_LEVEL_COLOURS = {
+    Level.NVME.label: "@pale",
+    Level.HOST_FILLING.label: "@mist",
+    Level.HOST.label: "@sky",
+    Level.HOST_DIRTY.label: "@blue",
+    Level.DEVICE_FILLING.label: "@cream",
+    Level.DEVICE.label: "@amber",
+    Level.DEVICE_DIRTY.label: "@vermilion",
+}
+_GROUP_COLOURS = {
+    "forward": "@green",
+    "backward": "@blue",
+    "weights": "@sky",
+    "states": "@amber",
+    "spills": "@pink",
+    "updates": "@vermilion",
+    "commit": "@ink",
+    OTHER_GROUP: "@grey",
+}
+assert set(_GROUP_COLOURS) == {*OP_GROUPS, OTHER_GROUP}
+#: What each kind of state is, for people.
+_KIND_TITLES = {
+    "weights": "Weights to compute with",
+    "moments": "States in the optimizer",
+    "gradients": "Gradients",
+    "activations": "Activations between stages",
+}
+#: Lanes whose work grows with the tokens of a step; that of the others does not in the vertical order.
+_COMPUTE = "compute"
+#: A prediction that measured steps are further away from is not what a step is made of.
+_FAR_OFF = 0.25
+#: Fixed and growing times closer than this are called balanced.
+_BALANCED = 0.05
+
+
+# --- residency --------------------------------------------------------------------------------------------------------
+
+
+def residency(facts: RunFacts) -> Section:
+    """Where each stage's states were during the last recorded step: over all kinds, and for each kind."""
+    timeline = facts.timeline
+    title = "Where states are"
+    if timeline is None:
+        return Section(key="residency", title=title, figures=(), words=(facts.why(TIMELINE_NAME),))
+    if not timeline.stage_names:
+        return Section(key="residency", title=title, figures=(), words=(f"{TIMELINE_NAME} names no stage.",))
+    moments = by_stage(timeline.moments)
+    whole = _map_figure(timeline, moments, STATE_KINDS, key="residency", title=_residency_title(timeline, moments))
+    seen = {moment.kind for moment in timeline.moments}
+    parts = [
+        _map_figure(
+            timeline, moments, (kind,), key=f"residency{kind}", title=_kind_title(timeline, moments, kind)
+        )
+        for kind in STATE_KINDS
+        if kind in seen
+    ]
+    words = [f"Step {timeline.step}, which took {show_seconds(timeline.seconds)}."]
+    if missing := [kind for kind in STATE_KINDS if kind not in seen]:
+        words.append(f"It has no moves of {' and '.join(missing)}.")
+    if timeline.truncated:
+        words.append("It had more moves than its file holds: the rest is missing here.")
+    return Section(key="residency", title=title, figures=(whole, *parts), words=words)
+
+
+def _residency_title(timeline: Timeline, moments: Mapping[int, Sequence[Moment]]) -> str:
+    """How much of the time a stage is above NVMe, and how many are at once."""
+    above = _mean_above(timeline, moments, STATE_KINDS)
+    count = len(timeline.stage_names)
+    return (
+        f"On average {above * count:.1f} of {times(count, 'stage')} have something above NVMe; "
+        f"a stage has for {show_share(above)} of the step"
+    )
+
+
+def _kind_title(timeline: Timeline, moments: Mapping[int, Sequence[Moment]], kind: str) -> str:
+    above = _mean_above(timeline, moments, (kind,))
+    return f"{_KIND_TITLES[kind]}: above NVMe for {show_share(above)} of the step (mean of stages)"
+
+
+def _mean_above(timeline: Timeline, moments: Mapping[int, Sequence[Moment]], kinds: Sequence[str]) -> float:
+    """Share of the step in which a stage has some of these kinds above NVMe, as a mean of all stages."""
+    total = 0.0
+    for stage in range(len(timeline.stage_names)):
+        here = moments.get(stage, ())
+        whole = stretches(here, stages=range(stage, stage + 1), kinds=kinds, seconds=timeline.seconds)
+        found = shares(whole, seconds=timeline.seconds)
+        total += sum(share for level, share in found.items() if level > Level.NVME)
+    return total / len(timeline.stage_names)
+
+
+def _map_figure(
+    timeline: Timeline, moments: Mapping[int, Sequence[Moment]], kinds: Sequence[str], *, key: str, title: str
+) -> Figure:
+    whole = len(kinds) > 1
+    groups = stage_groups(timeline.stage_names)
+    seconds = timeline.seconds
+    found: list[Span] = []
+    for name, stages in groups:
+        here = sorted((moment for stage in stages for moment in moments.get(stage, ())), key=lambda one: one.seconds)
+        drawn = binned(stretches(here, stages=stages, kinds=kinds, seconds=seconds), seconds=seconds)
+        found += [
+            Span(row=name, start=stretch.start, stop=stretch.stop, what=stretch.level.label)
+            for stretch in drawn
+            if stretch.level is not Level.NOWHERE
+        ]
+    notes = [
+        f"Colour: the highest level reached in each of {TIME_BINS} equal parts of the step"
+        + (", by any kind of state." if whole else ".")
+        + " Dirty: newer than what NVMe holds, or the only copy."
+    ]
+    together = len(groups[0][1])
+    if together > 1:
+        notes.append(
+            f"{len(timeline.stage_names):,} stages are shown {together} to a row, by the highest level of any of them; "
+            "the table has each."
+        )
+    return Figure(
+        key=key,
+        title=title,
+        alt=f"Map with a row for each stage over the time of step {timeline.step}, coloured by the highest tier "
+        + ("that holds any of its states" if whole else f"that holds its {kinds[0]}")
+        + "; what is dirty is darker",
+        chart=spans(
+            key, found, rows=[name for name, _ in groups], colours=_LEVEL_COLOURS, stop=seconds,
+            x_title="seconds since the step began", big=whole, narrow=not whole,
+            row_height=min(16, max(8 if whole else 6, 380 // len(groups))),
+        ),
+        table=_share_table(timeline, moments, kinds),
+        notes=notes,
+        in_picture=whole,
+    )  # fmt: skip
+
+
+def _share_table(timeline: Timeline, moments: Mapping[int, Sequence[Moment]], kinds: Sequence[str]) -> Table:
+    """Per stage, the exact share of the step in each level that occurs, and the most bytes above NVMe."""
+    rows = []
+    for stage, name in enumerate(timeline.stage_names):
+        here = moments.get(stage, ())
+        found = stretches(here, stages=range(stage, stage + 1), kinds=kinds, seconds=timeline.seconds)
+        rows.append((name, shares(found, seconds=timeline.seconds), _peak_bytes(here, kinds)))
+    levels = sorted({level for _, found, _ in rows for level in found})
+    return Table(
+        columns=columns(
+            ("stage", Unit.TEXT),
+            *((level.label, Unit.SHARE) for level in levels),
+            ("most bytes above NVMe", Unit.COUNT),
+        ),
+        rows=[(name, *(found.get(level, 0.0) for level in levels), peak) for name, found, peak in rows],
+        note="Shares of the step's time, not binned; of several states of a stage the highest level counts.",
+    )
+
+
+def _peak_bytes(moments: Sequence[Moment], kinds: Sequence[str]) -> int:
+    now: dict[tuple[str, int], int] = {}
+    total = most = 0
+    for moment in moments:
+        if moment.kind not in kinds:
+            continue
+        key = moment.kind, moment.second
+        above = moment.num_bytes if moment.tier != "nvme" and moment.state not in ("stored", "absent") else 0
+        total += above - now.get(key, 0)
+        now[key] = above
+        most = max(most, total)
+    return most
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def lanes(facts: RunFacts) -> Section:
+    """The ops of the last recorded step, lane by lane, and how long each was busy, stalled, or had nothing to do."""
+    timeline = facts.timeline
+    figures: list[Figure] = []
+    words: list[str] = []
+    if timeline is None:
+        words.append(facts.why(TIMELINE_NAME))
+    elif timeline.ops:
+        figures.append(_ops(timeline))
+    else:
+        words.append(f"{TIMELINE_NAME} has no ops.")
+    step = _lane_step(facts)
+    if step is not None:
+        figures.append(_lane_shares(step))
+    else:
+        words.append(f"No line of {METRICS_NAME} says how long lanes were busy.")
+    return Section(key="lanes", title="What each lane does", figures=figures, words=words)
+
+
+def _lane_step(facts: RunFacts) -> StepFacts | None:
+    """The timeline's step, or the last one, if it says what lanes did."""
+    wanted = facts.timeline.step if facts.timeline is not None else None
+    known = [step for step in facts.steps if step.busy_seconds and step.seconds]
+    return next((step for step in known if step.step == wanted), known[-1] if known else None)
+
+
+def _ops(timeline: Timeline) -> Figure:
+    found = merged_bars(timeline)
+    within = [op for op in timeline.ops if op.stop >= 0 and op.start <= timeline.seconds]
+    order = ["io: weights in", "io: states in", "io: states out", "io: spills out", "io: spills in"]
+    rows = [row for row in (*order, *timeline.lanes[1:], *timeline.lanes[:1]) if any(bar.row == row for bar in found)]
+    rows += sorted({bar.row for bar in found} - set(rows))
+    compute = union_seconds(
+        ((op.start, op.stop) for op in timeline.ops if op.lane == _COMPUTE), stop=timeline.seconds
+    )
+    notes = [
+        f"{times(len(within), 'op')} in {times(len(found), 'bar')}: what overlaps, or is closer than "
+        f"1/{1 / PIXEL_SHARE:.0f} of the step, within a row and a colour, is one bar; shorter ones are that long. "
+        f"{TIMELINE_NAME} has each op. Spills: activations and gradients that do not fit."
+    ]
+    if timeline.truncated:
+        notes.append("The step had more ops than the file holds: the rest is missing.")
+    return Figure(
+        key="ops",
+        title=f"Step {timeline.step}: compute is at work for {show_share(compute / timeline.seconds)} of it",
+        alt="Timeline of a step: a row for each lane, those of i/o by what is moved, with a bar where it worked",
+        chart=spans(
+            "ops",
+            [
+                Span(
+                    row=bar.row, start=bar.start, stop=bar.stop, what=bar.group,
+                    told=bar.what if bar.num_ops == 1 else f"{bar.num_ops} ops: {bar.what}",
+                )
+                for bar in found
+            ],
+            rows=rows, colours=_GROUP_COLOURS, x_title="seconds since the step began", stop=timeline.seconds,
+            row_height=24,
+        ),
+        table=_op_table(timeline, within),
+        notes=notes,
+    )  # fmt: skip
+
+
+def _op_table(timeline: Timeline, within: Sequence[TimedOp]) -> Table:
+    kinds: dict[tuple[str, str], list[TimedOp]] = defaultdict(list)
+    for op in within:
+        kinds[op.lane, op.kind].append(op)
+    rows: list[tuple[Cell, ...]] = []
+    for (lane, kind), ops in kinds.items():
+        busy = union_seconds(((op.start, op.stop) for op in ops), stop=timeline.seconds)
+        longest = max(ops, key=lambda op: op.stop - op.start)
+        rows.append(
+            (
+                lane, kind, len(ops), busy, busy / timeline.seconds,
+                sum(op.stop - op.start for op in ops) / len(ops), longest.stop - longest.start,
+                longest.named(timeline.stage_names),
+            )
+        )  # fmt: skip
+    order = {lane: number for number, lane in enumerate(timeline.lanes)}
+    rows.sort(key=lambda row: (order.get(str(row[0]), len(order)), -float(row[3] or 0)))
+    return Table(
+        columns=columns(
+            ("lane", Unit.TEXT), ("op", Unit.TEXT), ("ops", Unit.COUNT), ("busy", Unit.SECONDS),
+            ("of the step", Unit.SHARE), ("mean", Unit.SECONDS), ("longest", Unit.SECONDS), ("which", Unit.TEXT),
+        ),
+        rows=rows,
+        note="Busy: time within the step in which at least one of these ops ran.",
+    )  # fmt: skip
+
+
+def _lane_shares(step: StepFacts) -> Figure:
+    assert step.seconds is not None
+    parts = {"busy": "@blue", "waits for others": "@amber", "has nothing left to do": "@pale"}
+    found: list[Bar] = []
+    rows: list[tuple[Cell, ...]] = []
+    for lane, busy in step.busy_seconds.items():
+        stall = step.stall_seconds.get(lane)
+        rest = max(0.0, step.seconds - busy - (stall or 0.0))
+        for (part, _), seconds in zip(parts.items(), (busy, stall or 0.0, rest), strict=True):
+            share = seconds / step.seconds
+            found.append(
+                Bar(label=lane, value=100 * share, part=part, shown=f"{show_seconds(seconds)}, {show_share(share)}")
+            )
+        rows.append(
+            (lane, busy, busy / step.seconds, stall, None if stall is None else stall / step.seconds, rest)
+        )
+    busiest = max(step.busy_seconds, key=lambda lane: step.busy_seconds[lane])
+    return Figure(
+        key="lanes",
+        title=f"The {busiest} lane is the busiest: {show_share(step.busy_seconds[busiest] / step.seconds)} of step "
+        f"{step.step}",
+        alt="Bars of the shares of a step in which each lane was busy, waited for others, or had nothing left to do",
+        chart=bars("lanes", found, title=f"% of step {step.step}", colours=parts, top=100.0, labelled=False),
+        table=Table(
+            columns=columns(
+                ("lane", Unit.TEXT), ("busy seconds", Unit.NUMBER), ("busy", Unit.SHARE),
+                ("waiting seconds", Unit.NUMBER), ("waiting", Unit.SHARE), ("rest", Unit.SECONDS),
+            ),
+            rows=rows,
+        ),
+        notes=("As the step's metrics have it. Lanes work beside each other, so shares do not add up to 100%.",),
+    )  # fmt: skip
+
+
+# --- what bounds a step -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """What a step's time is made of."""
+
+    compute_seconds: float
+    """Computation: grows with the tokens."""
+    fixed_seconds: float
+    """The longest of what does not grow with them."""
+    fixed_by: str
+    """Which lane that is."""
+    io_seconds: float
+    measured_seconds: float | None
+    tokens: int
+    is_predicted: bool
+    """From the prediction; else from the time that lanes were busy in the measured steps."""
+    predicted_seconds: float | None
+    """What was predicted of a step, right or wrong."""
+
+    @property
+    def verdict(self) -> str:
+        """In words, with by how much."""
+        if self.compute_seconds <= 0 or self.fixed_seconds <= 0:
+            return "Compute-bound: nothing else takes time" if self.fixed_seconds <= 0 else "I/O-bound"
+        ratio = self.fixed_seconds / self.compute_seconds
+        who = "the drive" if self.fixed_by == "io" else f"the {self.fixed_by} lane"
+        if abs(ratio - 1) < _BALANCED:
+            return f"Balanced: {who} needs as long as compute"
+        if ratio > 1:
+            kind = "I/O-bound" if self.fixed_by == "io" else f"Bound by {self.fixed_by}"
+            return f"{kind}: {who} needs {ratio:.2g} times as long as compute"
+        return f"Compute-bound: computing takes {1 / ratio:.2g} times as long as {who}"
+
+
+def bound(facts: RunFacts) -> Bound | None:
+    """What bounds a step; None without measured steps or their tokens."""
+    recent = steady(facts)
+    tokens = middle([step.tokens for step in recent])
+    if not tokens:
+        return None
+    prediction = facts.prediction
+    measured = middle([step.seconds for step in recent])
+    told = prediction.get("seconds")
+    far_off = bool(told and measured and abs(measured / told - 1) > _FAR_OFF)
+    if "compute_seconds" in prediction and "io_seconds" in prediction and not far_off:
+        names = {"io": "io_seconds", "optim": "optim_seconds", "copy": "copy_seconds"}
+        fixed = {lane: prediction[name] for lane, name in names.items() if name in prediction}
+        compute = prediction["compute_seconds"]
+        is_predicted = True
+    else:
+        there = {lane for step in recent for lane in step.busy_seconds}
+        busy = {lane: middle([step.busy_seconds.get(lane) for step in recent]) or 0.0 for lane in there}
+        if _COMPUTE not in busy or "io" not in busy:
+            return None
+        compute, is_predicted = busy[_COMPUTE], False
+        fixed = {lane: busy[lane] for lane in ("io", "optim", "copy") if lane in busy}
+    longest = max(fixed, key=lambda lane: fixed[lane])
+    return Bound(
+        compute_seconds=compute, fixed_seconds=fixed[longest], fixed_by=longest, io_seconds=fixed["io"],
+        measured_seconds=measured, tokens=int(tokens), is_predicted=is_predicted, predicted_seconds=told,
+    )  # fmt: skip
+
+
+def roofline(facts: RunFacts) -> Section:
+    """Whether a step is bound by computation or by what does not grow with its tokens, and by how much."""
+    title = "What bounds a step"
+    found = bound(facts)
+    if found is None or found.compute_seconds <= 0:
+        why = f"No step of {METRICS_NAME} says how long lanes were busy." if facts.steps else facts.why(METRICS_NAME)
+        return Section(key="roofline", title=title, figures=(), words=(why,))
+    return Section(key="roofline", title=title, figures=(_bound_bars(found), _roof(facts, found)))
+
+
+def _source(found: Bound) -> str:
+    if found.is_predicted:
+        return "Compute and i/o are predictions, made before the first step; the measured time is a median."
+    why = "Nothing was predicted"
+    if found.predicted_seconds and found.measured_seconds:
+        why = f"The prediction, {show_seconds(found.predicted_seconds)} a step, is far from what is measured"
+    return (
+        f"{why}: these are the times that lanes were busy in the measured steps (medians). The io lane "
+        "also counts as busy while a request waits for the drive, so this is an estimate."
+    )
+
+
+def _bound_bars(found: Bound) -> Figure:
+    how = "predicted" if found.is_predicted else "lane busy"
+    limit = max(found.compute_seconds, found.fixed_seconds)
+    rows: list[tuple[str, str, float]] = [("compute", how, found.compute_seconds), ("io", how, found.io_seconds)]
+    if found.fixed_by != "io":
+        rows.append((found.fixed_by, how, found.fixed_seconds))
+    rows.append(("longest of them", how, limit))
+    if found.measured_seconds is not None:
+        rows.append(("measured step", "measured", found.measured_seconds))
+    title = found.verdict
+    if found.measured_seconds and limit:
+        title += f"; the measured step takes {found.measured_seconds / limit:.3g} times the longest of them"
+    return Figure(
+        key="bound",
+        title=title,
+        alt="Bars of the seconds that a step needs for compute and for i/o, the longest, and the measured step",
+        chart=bars(
+            "bound",
+            [Bar(label=what, value=value, part=part, shown=show_seconds(value)) for what, part, value in rows],
+            title="seconds a step", colours={"predicted": "@vermilion", "lane busy": "@grey", "measured": "@blue"},
+        ),
+        table=Table(
+            columns=columns(
+                ("what", Unit.TEXT), ("how known", Unit.TEXT), ("time", Unit.SECONDS), ("seconds", Unit.NUMBER),
+                ("of the longest", Unit.SHARE),
+            ),
+            rows=[(what, part, value, value, value / limit if limit else None) for what, part, value in rows],
+        ),
+        notes=(_source(found),),
+    )  # fmt: skip
+
+
+def _roof(facts: RunFacts, found: Bound) -> Figure:
+    """Tokens per second over tokens per step: what compute allows is flat, what the fixed part allows rises."""
+    each = found.compute_seconds / found.tokens
+    longest = max(found.compute_seconds, found.fixed_seconds)
+    ridge = found.fixed_seconds / each
+    low, high = min(found.tokens, max(ridge, 1.0)) / 8, max(found.tokens, ridge) * 8
+    count = 48
+    xs = [low * (high / low) ** (number / count) for number in range(count + 1)]
+    xs = sorted({*xs, float(found.tokens), *([ridge] if low < ridge < high else [])})
+    roof = [(x, x / max(x * each, found.fixed_seconds)) for x in xs]
+    rows: list[tuple[Cell, ...]] = [
+        ("tokens a step, now", found.tokens, None),
+        ("tokens a step where both are equal", ridge, None),
+        ("tokens per second at most, as compute allows", 1 / each, None),
+        ("tokens per second at most, in such a step", found.tokens / longest, None),
+    ]
+    measured = found.tokens / found.measured_seconds if found.measured_seconds else None
+    mark = None
+    if measured is not None:
+        mark = (float(found.tokens), measured, f"measured: {show_rate(measured)}/s")
+        rows.append(("tokens per second, measured", measured, measured * each))
+    if ridge > 0:
+        ratio = found.tokens / ridge
+        more = "times" if ratio >= 1 else "of"
+        amount = f"{ratio:.2g}" if ratio >= 1 else show_share(ratio)
+        title = f"A step has {found.tokens:,} tokens, {amount} {more} the {ridge:,.0f} that balance compute and others"
+    else:
+        title = f"A step has {found.tokens:,} tokens; nothing but compute takes time"
+    notes = [
+        _source(found),
+        "The slope: a step's i/o and updates do not depend on its tokens. The flat part: computing takes the same "
+        "time for each token.",
+    ]
+    if facts.store.options.get("plan") == "horizontal":
+        notes.append("In the horizontal order i/o grows with the micro-batches: the slope is that of this step alone.")
+    return Figure(
+        key="roof",
+        title=title,
+        alt="Roofline: tokens per second at most over tokens per step, rising where i/o bounds and flat where compute "
+        "does, with the measured step marked",
+        chart=curves(
+            "roof",
+            [Curve(label="at most", colour="@vermilion" if found.is_predicted else "@grey", points=roof, dashed=True)],
+            x_title="tokens per step", y_title="tokens per second", log_x=True, log_y=True, whole_x=False, mark=mark,
+        ),
+        table=Table(
+            columns=columns(("what", Unit.TEXT), ("number", Unit.NUMBER), ("of what compute allows", Unit.SHARE)),
+            rows=rows,
+        ),
+        notes=notes,
+    )  # fmt: skip
