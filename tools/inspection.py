@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hoist.scheduler.endurance import judge
 from hoist.scheduler.status import STATE_KINDS, RunState, RunStatus, StateBytes
 from hoist.scheduler.status_file import read_status
 from hoist.tiers import allocation, lock
@@ -22,6 +23,7 @@ from hoist.tiers.format import LOCK_NAME, MOMENT_ARRAYS, STATUS_NAME, WEIGHT_ARR
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
 from hoist.tiers.small_files import Why
+from hoist.tiers.wear import read_wear
 from hoist.tools.inspection_store import StoreView, look
 
 #: Raised by one when a reader of the version before would misread `--json`.
@@ -93,6 +95,8 @@ class Inspection:
     """What the last run told last; None where there is nothing of this store's."""
     stages: tuple[StageStates, ...]
     """While a run holds the store, as it tells; otherwise as the last commit left them, all on NVMe."""
+    wear: Mapping[str, Any] | None
+    """What was written so far and what that means for the drives: as the run tells, or as the store counts it."""
     free_bytes: int | None
     """Free on the drive of the store's own directory; None if that cannot be seen."""
 
@@ -188,6 +192,7 @@ class Inspection:
             "snapshots": list(self.view.snapshots),
             "live": self.is_live,
             "age_seconds": self.age_seconds,
+            "wear": None if self.wear is None else dict(self.wear),
             "stages": [stage.to_json() for stage in self.stages],
             "status": None if self.status is None else _without_stages(self.status),
         }
@@ -326,6 +331,7 @@ def _inspection(
         )
     else:
         stages = () if view.record is None else tuple(map(stored_states, view.layouts))
+    wear = _wear(view, status, notes)
     return Inspection(
         view=view,
         seen_at=time.time() if now is None else now,
@@ -335,8 +341,27 @@ def _inspection(
         holder=holder,
         status=status,
         stages=stages,
+        wear=wear,
         free_bytes=_free_bytes(view.directory),
     )
+
+
+def _wear(view: StoreView, status: RunStatus | None, notes: list[str]) -> Mapping[str, Any] | None:
+    """What the run told of wear, or, of a run that told nothing, what the store's own count says with its speed."""
+    if status is not None and status.wear is not None:
+        return status.wear
+    try:
+        record = read_wear(view.directory)
+    except (ValueError, OSError) as error:
+        notes.append(str(error))
+        return None
+    if record is None:
+        return None
+    per_step = None if status is None or status.last_step is None else status.last_step.get("nvme_written_bytes")
+    known = isinstance(per_step, (int, float))
+    seconds = status.speed.seconds_per_step if status is not None and known else None
+    found = judge(record, bytes_per_step=float(per_step or 0) if known else 0.0, seconds_per_step=seconds).to_json()
+    return found if known else {**found, "written_bytes_per_step": None, "days_left": None}
 
 
 def _free_bytes(directory: Path) -> int | None:

@@ -417,6 +417,7 @@ def _trimmed(line: Text) -> Text:
 def _below(canvas: Canvas, inspection: Inspection) -> None:
     status = inspection.status
     if status is None:
+        _worn(canvas, inspection.wear or {})
         return
     if inspection.is_live:
         _tiers(canvas, status)
@@ -440,7 +441,8 @@ def _below(canvas: Canvas, inspection: Inspection) -> None:
             f"{now}at most {show_bytes(status.host_peak_bytes)} so far, "
             f"{'MORE THAN' if over else 'within'} the promised {show_bytes(status.promised_bytes)}",
         )
-    _expectations(canvas, status)
+    _worn(canvas, inspection.wear or {})
+    _expected(canvas, status)
     while canvas.lines and not canvas.lines[-1].plain:
         canvas.lines.pop()
 
@@ -498,9 +500,8 @@ def _speed(bytes_per_second: float) -> str:
     return f"{amount:.2f} {unit}" if amount < 10 else f"{amount:.1f} {unit}"
 
 
-def _expectations(canvas: Canvas, status: RunStatus) -> None:
-    """Wear and prediction, where the run told of them."""
-    wear, predicted = status.wear or {}, status.prediction or {}
+def _worn(canvas: Canvas, wear: Mapping[str, Any]) -> None:
+    """What was written, and what it means for the drive."""
     written = _number(wear, "written_bytes")
     if written is not None:
         parts = [f"{show_bytes(written)} written so far"]
@@ -513,6 +514,11 @@ def _expectations(canvas: Canvas, status: RunStatus) -> None:
         if days is not None:
             parts.append(f"{days:,.0f} days left at this pace")
         canvas.field("wear", "; ".join(parts))
+
+
+def _expected(canvas: Canvas, status: RunStatus) -> None:
+    """What was predicted of a step, and what it took."""
+    predicted = status.prediction or {}
     seconds = _number(predicted, "seconds")
     if seconds is not None:
         bound = f", bound by {predicted['bound_by']}" if predicted.get("bound_by") else ""

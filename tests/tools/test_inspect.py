@@ -16,11 +16,12 @@ import pytest
 
 from hoist.scheduler.status import STATE_KINDS, RunState, StateBytes
 from hoist.scheduler.status_file import read_status
-from hoist.tiers.format import LOCK_NAME, STATUS_NAME
+from hoist.tiers.format import LOCK_NAME, STATUS_NAME, WEAR_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.lock import StoreLock
 from hoist.tiers.small_files import Unusable
 from hoist.tiers.snapshots import take
+from hoist.tiers.wear import DirectoryWear, WearRecord
 from hoist.tools.drives import change
 from hoist.tools.inspection import Condition, Inspection, inspect_store, show_span
 from hoist.tools.inspection_store import MAX_DAMAGE
@@ -184,6 +185,21 @@ def test_a_document_that_is_none(store: Path, content: bytes, capfd: pytest.Capt
     (note,) = [line for line in result.out.splitlines() if line.startswith("note")]
     assert f"{store / STATUS_NAME}: " in note
     assert "  layer.0" in result.out or "  embed" in result.out
+
+
+def test_what_the_store_counts_where_no_run_tells(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert look(store).wear is None
+    written = DirectoryWear(
+        directory=str(store), drive_id="a", written_bytes=3 << 40, tbw_bytes=int(600e12), tbw_source="smart"
+    )
+    (store / WEAR_NAME).write_text(json.dumps(WearRecord(store_id=STORE_ID, directories=(written,)).to_json()))
+    shown = hoist(capfd, "inspect", store).out
+    assert "wear     3.00 TiB written so far; 0.55% of the drive's 600 TB are used (smart)\n" in shown
+    write_status(store, STATUS, wear=None, last_step={"step": 41, "nvme_written_bytes": 2**30}, state=RunState.ENDED)
+    shown = hoist(capfd, "inspect", store).out
+    assert "far, 1.0 GiB a step; 0.55% of the drive's 600 TB are used (smart); 16 days left" in shown
+    (store / WEAR_NAME).write_text("{")
+    assert f"{store / WEAR_NAME}: is torn" in look(store).notes[0]
 
 
 def test_stages_that_do_not_fit_their_names(store: Path) -> None:
