@@ -17,7 +17,7 @@ from hoist.scheduler.status import RunStatus
 from hoist.tiers.format import METRICS_NAME, STATUS_NAME, TIMELINE_NAME, WEAR_NAME
 from hoist.tiers.small_files import Unusable, read_object
 from hoist.tiers.wear import WearRecord, read_wear
-from hoist.tools.inspection import Inspection, inspect_store
+from hoist.tools.inspection.looking import Inspection, inspect_store
 from hoist.tools.run_report_timeline import Timeline
 
 

@@ -21,7 +21,7 @@ import pytest
 from hoist.scheduler.status import StateBytes
 from hoist.tiers.format import COMMIT_NAME, LOCK_NAME, STATUS_NAME
 from hoist.tiers.lock import StoreLock
-from hoist.tools.inspection import Condition, inspect_store
+from hoist.tools.inspection.looking import Condition, inspect_store
 from tests.support.commands import hoist, make_job, process_arguments, tree
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
 

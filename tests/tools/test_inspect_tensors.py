@@ -20,10 +20,10 @@ from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.snapshots import take
 from hoist.tiers.store import Store
+from hoist.tools.inspection.diff import compare, other_side
+from hoist.tools.inspection.tensors import inspect_tensors
+from hoist.tools.inspection.values import Gatherer, Statistics
 from hoist.tools.read_tensor import read_tensor
-from hoist.tools.store_diff import compare, other_side
-from hoist.tools.tensor_inspection import inspect_tensors
-from hoist.tools.tensor_values import Gatherer, Statistics
 from tests.support.commands import hoist, tree
 from tests.support.models import tiny_config
 from tests.support.stores import HARD_NAME, commit, committed, direct_engine, fill

@@ -19,10 +19,10 @@ from hoist.scheduler.status import RunStatus, StateBytes
 from hoist.tiers.format import LOCK_NAME
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import StoreLock
-from hoist.tools.inspection import Inspection, StageStates, inspect_store
-from hoist.tools.inspection_rows import MAX_ROWS, rows, total
-from hoist.tools.inspection_view import next_step, render, short_bytes, show_clock
-from hoist.tools.inspection_watch import Screen
+from hoist.tools.inspection.looking import Inspection, StageStates, inspect_store
+from hoist.tools.inspection.rows import MAX_ROWS, rows, total
+from hoist.tools.inspection.view import next_step, render, short_bytes, show_clock
+from hoist.tools.inspection.watch import Screen
 from tests.support.commands import hoist
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from hoist.tools.inspection import Inspection
+    from hoist.tools.inspection.looking import Inspection
 
 EPILOG = (
     "Examples:\n\n[bold]hoist inspect hoist-store[/]\n\n[bold]hoist inspect hoist-store --watch[/]\n\n"
@@ -58,7 +58,8 @@ def _look_inside(store: Path, tensors: Sequence[str], diff: str | None, show_all
     """``--tensor`` and ``--diff``, which read values."""
     from hoist.tiers.errors import CorruptChunkError
     from hoist.tiers.io.choose import choose_engine
-    from hoist.tools import store_diff, tensor_inspection
+    from hoist.tools.inspection import diff as differences
+    from hoist.tools.inspection import tensors as reading
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
 
@@ -70,20 +71,20 @@ def _look_inside(store: Path, tensors: Sequence[str], diff: str | None, show_all
             display.progress("reading tensors", done, total)
 
         if diff is not None:
-            other = store_diff.other_side(store, diff)
-            found = store_diff.compare(store, other, engine=engine, progress=progress)
+            other = differences.other_side(store, diff)
+            found = differences.compare(store, other, engine=engine, progress=progress)
         else:
-            reports = tensor_inspection.inspect_tensors(store, tensors, engine=engine, progress=progress)
+            reports = reading.inspect_tensors(store, tensors, engine=engine, progress=progress)
     if diff is not None:
         if as_json:
             typer.echo(json.dumps(found.to_json()))
         else:
-            store_diff.print_difference(found, console, every=show_all)
+            differences.print_difference(found, console, every=show_all)
         return 0
     if as_json:
-        typer.echo(tensor_inspection.print_json(store, reports))
+        typer.echo(reading.print_json(store, reports))
     else:
-        tensor_inspection.print_reports(reports, console)
+        reading.print_reports(reports, console)
     damaged = next((report for report in reports if report.damage is not None), None)
     if damaged is not None:
         raise CorruptChunkError(f"{damaged.name}: {damaged.damage}")
@@ -91,8 +92,8 @@ def _look_inside(store: Path, tensors: Sequence[str], diff: str | None, show_all
 
 
 def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bool, svg: Path | None) -> int:
-    from hoist.tools.inspection import inspect_store
-    from hoist.tools.inspection_watch import Watch
+    from hoist.tools.inspection.looking import inspect_store
+    from hoist.tools.inspection.watch import Watch
 
     console = Console()
     in_place = console.is_terminal and not console.is_dumb_terminal and not as_json
@@ -116,7 +117,7 @@ def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bo
     found = inspect_store(store)
     show(found)
     if svg is not None:
-        from hoist.tools.inspection_picture import write_picture
+        from hoist.tools.inspection.picture import write_picture
 
         write_picture(found, svg, every=show_all)
     _raise_if_damaged(found)
@@ -124,7 +125,7 @@ def _inspect(store: Path, watch: bool, every: float, show_all: bool, as_json: bo
 
 
 def _print(found: Inspection, console: Console, show_all: bool) -> None:
-    from hoist.tools.inspection_view import next_step, render
+    from hoist.tools.inspection.view import next_step, render
     from hoist.tools.invoked import command_name
 
     width = console.width if console.is_terminal else None
@@ -138,7 +139,7 @@ def _print(found: Inspection, console: Console, show_all: bool) -> None:
 def _raise_if_damaged(found: Inspection) -> None:
     """Raise StoreFormatError, in one line, if something of the store is not as it should be."""
     from hoist.tiers.errors import StoreFormatError
-    from hoist.tools.inspection import Condition
+    from hoist.tools.inspection.looking import Condition
 
     if found.damage:
         first, *rest = found.damage

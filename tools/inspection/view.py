@@ -1,7 +1,7 @@
 """How a store looks on a terminal, or in a pipe: `hoist inspect`'s lines, made from an `Inspection`. Prints nothing.
 
-Letters carry the meaning, colours repeat it. Which stages share a row is `inspection_rows.py`'s business, refreshing
-`inspection_watch.py`'s.
+Letters carry the meaning, colours repeat it. Which stages share a row is `rows.py`'s business, refreshing
+`watch.py`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hoist.scheduler.status import STATE_KINDS, RunStatus, StateBytes, TierStatus
-from hoist.tools.inspection import Condition, Inspection, show_span
-from hoist.tools.inspection_rows import MAX_ROWS, Row, rows, total
+from hoist.tools.inspection.looking import Condition, Inspection, show_span
+from hoist.tools.inspection.rows import MAX_ROWS, Row, rows, total
 from hoist.tools.sizes import show_bytes
 
 #: Letter and colour of each tier; the colours are told apart with any kind of colour blindness (Okabe and Ito 2008).

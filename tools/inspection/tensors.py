@@ -1,6 +1,6 @@
 """`hoist inspect --tensor`: where tensors of a store's last commit lie, down to files and drives, and their statistics.
 
-Values are read by `tensor_values.py`. The store may be in use: where a run commits meanwhile, a tensor is read again.
+Values are read by `values.py`. The store may be in use: where a run commits meanwhile, a tensor is read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hoist.tiers.errors import StoreFormatError, TransferError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.redeal import drive_of
 from hoist.tiers.store import Store
-from hoist.tools.tensor_values import (
+from hoist.tools.inspection.values import (
     WINDOW_ELEMENTS,
     Gatherer,
     Placed,

@@ -1,7 +1,7 @@
 """The elements of a store's tensors, and of their moments, a window at a time; and numbers that describe them.
 
 Nothing is locked: who needs one commit's values asks afterwards whether it is still the store's (`Store.is_current`).
-Where the bytes lie, and how they look, is the business of `tensor_inspection.py`.
+Where the bytes lie, and how they look, is the business of `tensors.py`.
 """
 
 from __future__ import annotations

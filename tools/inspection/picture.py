@@ -1,6 +1,6 @@
 """`hoist inspect --svg`: the view as a picture, as a terminal of a given width would show it.
 
-What is in it is `inspection_view.py`'s business. The file needs nothing from the network: no fonts are fetched.
+What is in it is `view.py`'s business. The file needs nothing from the network: no fonts are fetched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from hoist.tools.inspection import Inspection
-from hoist.tools.inspection_view import render
+from hoist.tools.inspection.looking import Inspection
+from hoist.tools.inspection.view import render
 
 #: Columns of a picture.
 WIDTH = 110

@@ -1,7 +1,7 @@
 """What `hoist inspect` knows of a store at one moment: its files, who holds it, and what the run there tells of itself.
 
-Reads, never writes; needs no torch. How it looks is `inspection_view.py`'s business; the store's small files are read
-by `inspection_store.py`, the run's document is described in `scheduler/status.py`.
+Reads, never writes; needs no torch. How it looks is `view.py`'s business; the store's small files are read
+by `store_view.py`, the run's document is described in `scheduler/status.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
 from hoist.tiers.small_files import Why
 from hoist.tiers.wear import read_wear
-from hoist.tools.inspection_store import StoreView, look
+from hoist.tools.inspection.store_view import StoreView, look
 
 #: Raised by one when a reader of the version before would misread `--json`.
 INSPECTION_VERSION = 1

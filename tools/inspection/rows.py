@@ -1,6 +1,6 @@
 """Which rows a table of stages has: equal neighbours are one row, so that a thousand stages stay readable. Pure.
 
-How a row looks is `inspection_view.py`'s business.
+How a row looks is `view.py`'s business.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, dataclass
 
 from hoist.scheduler.status import StateBytes
-from hoist.tools.inspection import StageStates
+from hoist.tools.inspection.looking import StageStates
 
 #: Rows of a table where nothing else limits them.
 MAX_ROWS = 30

@@ -1,6 +1,6 @@
 """`hoist inspect --watch`: looks again and again, and shows it in place, or one after the other where that cannot be.
 
-What is shown is `inspection_view.py`'s business. A store that goes away is said, and looked for again.
+What is shown is `view.py`'s business. A store that goes away is said, and looked for again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.text import Text
 
 from hoist.tiers.errors import HoistError
-from hoist.tools.inspection import Inspection, inspect_store
-from hoist.tools.inspection_view import render
+from hoist.tools.inspection.looking import Inspection, inspect_store
+from hoist.tools.inspection.view import render
 
 #: How often keys, and the terminal's size, are looked at.
 _POLL_SECONDS = 0.2

@@ -1,6 +1,6 @@
 """`hoist inspect --diff`: compares what a store has committed with a snapshot or another store, tensor by tensor.
 
-Values are read by `tensor_values.py`, a window of each side at a time. Nothing is locked or changed.
+Values are read by `values.py`, a window of each side at a time. Nothing is locked or changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hoist.tiers import format as store_format
 from hoist.tiers.errors import StoreFormatError, StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
-from hoist.tools.tensor_values import STATES, WINDOW_ELEMENTS, Placed, finite, states_of, tensors_of, window
+from hoist.tools.inspection.values import STATES, WINDOW_ELEMENTS, Placed, finite, states_of, tensors_of, window
 
 #: Both sides are compared again where one commits meanwhile, so often.
 _TRIES = 5
