@@ -16,11 +16,12 @@ from typing import Any
 
 from hoist._version import __version__
 from hoist.tools.errors import ReportError, ReportRefusedError
+from hoist.tools.run_report_bound import bound, roofline
 from hoist.tools.run_report_bytes import memory, traffic, wear
 from hoist.tools.run_report_facts import RunFacts
 from hoist.tools.run_report_parts import Report, middle, show_rate, show_seconds, steady, times
 from hoist.tools.run_report_run import speed, training
-from hoist.tools.run_report_step import bound, lanes, residency, roofline
+from hoist.tools.run_report_step import lanes, residency
 from hoist.tools.sizes import show_bytes
 
 #: Options that say nothing of a run.
