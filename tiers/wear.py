@@ -6,6 +6,7 @@ It counts and remembers. What passes an engine is counted in `io/counted.py`; wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -292,6 +293,8 @@ class WearLedger:
             if durable and not synced:
                 allocation.sync_directory(self._store)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a full drive leaves a part of it
+                temporary.unlink(missing_ok=True)
             if not self._told:
                 self._told = True
                 _log.warning("%s: what is written to the drive cannot be kept: %s", path, error.strerror)

@@ -55,7 +55,7 @@ def lines(forecast: Forecast, width: int) -> list[str]:
         field(
             "the run",
             f"{forecast.steps_left:,} steps in {_duration(forecast.run_seconds)}, at "
-            f"{prediction.tokens / prediction.seconds:,.0f} tokens/s; commits and evaluations come on top",
+            f"{prediction.tokens / prediction.seconds:,.0f} tokens a second; commits and evaluations come on top",
         )
     if prediction.advice is not None:
         field("faster", prediction.advice)

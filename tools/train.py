@@ -91,10 +91,6 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             store = cleanup.enter_context(_store(run, engine, made, report, stop))
             if rows is None:
                 return _end(run, stop, step=0, totals=Totals().with_io(engine.statistics()))
-            if forecast is not None:
-                count_measuring(
-                    store, read_bytes=forecast.measuring_read_bytes, written_bytes=forecast.measuring_written_bytes
-                )
             rate_drives(options, store, run.found, report.notice)
             data = _step_data(run, rows, report)
             evaluation = _evaluation(run, rows, validation, data)
@@ -348,6 +344,8 @@ class _Loop:
     ) -> None:
         self._run = run
         self._forecast = forecast
+        #: What measuring moved is in the store's ledger.
+        self._counted = False
         #: Seconds of the steps that a trainer made, but for its first ones.
         self._seconds: list[float] = []
         self._store = store
@@ -437,6 +435,7 @@ class _Loop:
                     break
                 self._last = trainer.step(self._data.step(step), run=self._kept)
                 _require_finite(self._last)
+                self._count_measuring()
                 if self._last.step > first_steady:
                     self._seconds.append(self._last.seconds)
                 for sink in self._sinks:
@@ -464,6 +463,16 @@ class _Loop:
         if self._store.wear is not None:
             self._store.wear.save()
         return self._judged(config, counted).to_json()
+
+    def _count_measuring(self) -> None:
+        """Once there is a step: a run that cannot begin leaves the ledger as it was."""
+        if self._forecast is not None and not self._counted:
+            self._counted = True
+            count_measuring(
+                self._store,
+                read_bytes=self._forecast.measuring_read_bytes,
+                written_bytes=self._forecast.measuring_written_bytes,
+            )
 
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluate, if that is due after this step; a signal ends it."""
