@@ -16,13 +16,13 @@ import pytest
 
 from hoist.scheduler.status import RunStatus
 from hoist.tiers.errors import StoreRefusedError
-from hoist.tools.run_report import report_of
-from hoist.tools.run_report_bound import bound, roofline
-from hoist.tools.run_report_bytes import memory, wear
-from hoist.tools.run_report_facts import RunFacts, gather
-from hoist.tools.run_report_parts import Report, Section
-from hoist.tools.run_report_run import speed, training
-from hoist.tools.run_report_step import lanes, residency
+from hoist.tools.run_report.bound import bound, roofline
+from hoist.tools.run_report.bytes import memory, wear
+from hoist.tools.run_report.facts import RunFacts, gather
+from hoist.tools.run_report.making import report_of
+from hoist.tools.run_report.parts import Report, Section
+from hoist.tools.run_report.run import speed, training
+from hoist.tools.run_report.step import lanes, residency
 from tests.support.commands import Job, hoist, make_job, tree
 from tests.support.run_files import written_run
 

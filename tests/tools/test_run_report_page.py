@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import altair
 import pytest
 
-from hoist.tools.run_report import report_of
-from hoist.tools.run_report_facts import gather
-from hoist.tools.run_report_page import page
+from hoist.tools.run_report.facts import gather
+from hoist.tools.run_report.making import report_of
+from hoist.tools.run_report.page import page
 from tests.support.browser import Shown, browser, shown
 from tests.support.commands import Job, make_job
 from tests.support.run_files import write_long_run, written_run

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoist.scheduler.ops import Kind
-from hoist.tools.run_report_reduce import (
+from hoist.tools.run_report.reduce import (
     OP_GROUPS,
     OTHER_GROUP,
     Level,
@@ -25,7 +25,7 @@ from hoist.tools.run_report_reduce import (
     stretches,
     union_seconds,
 )
-from hoist.tools.run_report_timeline import Moment, TimedOp, Timeline
+from hoist.tools.run_report.timeline import Moment, TimedOp, Timeline
 
 VALUES = st.lists(st.none() | st.integers(-100, 100), max_size=300)
 

@@ -34,7 +34,7 @@ def report(
 def _report(store: Path, html: Path | None, png: Path | None) -> int:
     from hoist.tools.errors import ReportRefusedError
     from hoist.tools.invoked import install_command
-    from hoist.tools.run_report_facts import gather
+    from hoist.tools.run_report.facts import gather
 
     if html is None and png is None:
         raise ReportRefusedError("nothing to write: give --html FILE, --png FILE or both")
@@ -44,7 +44,7 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
     except ModuleNotFoundError as error:
         command = install_command("'hoist-engine[report]'")
         raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
-    from hoist.tools.run_report import check_target, report_of, write_file
+    from hoist.tools.run_report.making import check_target, report_of, write_file
 
     targets = [
         (option, check_target(path, store, option=option), path)
@@ -56,11 +56,11 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
     made = report_of(gather(store))
     for option, target, path in targets:
         if option == "--html":
-            from hoist.tools.run_report_page import page
+            from hoist.tools.run_report.page import page
 
             data = page(made).encode()
         else:
-            from hoist.tools.run_report_picture import picture
+            from hoist.tools.run_report.picture import picture
 
             data = picture(made)
         write_file(target, data)

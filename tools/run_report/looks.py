@@ -1,6 +1,6 @@
 """Style and behaviour of a report's page: CSS that fits a phone, paper and both themes, and the script that draws.
 
-The page around them is `run_report_page.py`'s; colours are the variables that it sets.
+The page around them is `page.py`'s; colours are the variables that it sets.
 """
 
 STYLE = """

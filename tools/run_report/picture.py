@@ -1,6 +1,6 @@
 """A report as one picture: the charts that say most, with their findings as titles, in light colours. No browser.
 
-What it says is `run_report_parts.Report`; with every table and in both themes it is a page, by `run_report_page.py`.
+What it says is `parts.Report`; with every table and in both themes it is a page, by `page.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import vl_convert
 
-from hoist.tools.run_report_charts import PALETTES, coloured, config
-from hoist.tools.run_report_parts import Figure, Report
+from hoist.tools.run_report.charts import PALETTES, coloured, config
+from hoist.tools.run_report.parts import Figure, Report
 
 #: Pixels of a column's charts, without axes; a big one spans two.
 _WIDTH = 500

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
-from hoist.tools.run_report_timeline import Moment, TimedOp, Timeline
+from hoist.tools.run_report.timeline import Moment, TimedOp, Timeline
 
 #: A curve with more points is thinned to about so many.
 CURVE_POINTS = 800

@@ -1,7 +1,7 @@
 """What a report says of one step: what was where, and what each lane did.
 
-Each function makes one section of facts. What bounds it is in `run_report_bound.py`; how much is made less is in
-`run_report_reduce.py`.
+Each function makes one section of facts. What bounds it is in `bound.py`; how much is made less is in
+`reduce.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from hoist.scheduler.status import STATE_KINDS
 from hoist.tiers.format import METRICS_NAME, TIMELINE_NAME
-from hoist.tools.run_report_charts import Bar, Span, bars, spans
-from hoist.tools.run_report_facts import RunFacts, StepFacts
-from hoist.tools.run_report_parts import (
+from hoist.tools.run_report.charts import Bar, Span, bars, spans
+from hoist.tools.run_report.facts import RunFacts, StepFacts
+from hoist.tools.run_report.parts import (
     Cell,
     Figure,
     Section,
@@ -24,7 +24,7 @@ from hoist.tools.run_report_parts import (
     show_share,
     times,
 )
-from hoist.tools.run_report_reduce import (
+from hoist.tools.run_report.reduce import (
     OP_GROUPS,
     OTHER_GROUP,
     PIXEL_SHARE,
@@ -38,7 +38,7 @@ from hoist.tools.run_report_reduce import (
     stretches,
     union_seconds,
 )
-from hoist.tools.run_report_timeline import Moment, TimedOp, Timeline
+from hoist.tools.run_report.timeline import Moment, TimedOp, Timeline
 
 _LEVEL_COLOURS = {
     Level.NVME.label: "@pale",

@@ -1,6 +1,6 @@
 """A report as one HTML file that needs nothing else: the charts' library, data, styles and tables are all within it.
 
-What it says is `run_report_parts.Report`; the same charts as a picture are `run_report_picture.py`'s. A policy in the
+What it says is `parts.Report`; the same charts as a picture are `picture.py`'s. A policy in the
 page itself forbids every request and every script but the two that it was made with.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import vl_convert
 
-from hoist.tools.run_report_charts import PALETTES, coloured, config
-from hoist.tools.run_report_looks import SCRIPT, STYLE
-from hoist.tools.run_report_parts import Cell, Figure, Report, Section, Table, Unit, shown
+from hoist.tools.run_report.charts import PALETTES, coloured, config
+from hoist.tools.run_report.looks import SCRIPT, STYLE
+from hoist.tools.run_report.parts import Cell, Figure, Report, Section, Table, Unit, shown
 
 
 def page(report: Report) -> str:

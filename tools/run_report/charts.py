@@ -1,7 +1,7 @@
 """The kinds of charts of a report, as Vega-Lite specifications made with Altair: curves, bars, stretches.
 
 Colours are names ("@blue"), which the page and the picture replace by theirs. What is drawn is said elsewhere:
-`run_report_run.py` and `run_report_step.py`.
+`run.py` and `step.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The timeline of a step, as `timeline.json` has it: which op ran when, and what was where. Numbers alone.
 
-`hoist.scheduler` writes it; what a report makes of it is in `run_report_reduce.py` and `run_report_step.py`.
+`hoist.scheduler` writes it; what a report makes of it is in `reduce.py` and `step.py`.
 """
 
 from __future__ import annotations

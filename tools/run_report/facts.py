@@ -1,7 +1,7 @@
 """What a store tells of its run, as data: the commit, and the status, metrics, timeline and wear that a run leaves.
 
 Reads small files alone, takes no lock and changes nothing, so a run may go on. What is said of it is in
-`run_report_run.py` and `run_report_step.py`; the fields are those of `hoist.scheduler.status` and `.metrics`.
+`run.py` and `step.py`; the fields are those of `hoist.scheduler.status` and `.metrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hoist.tiers.format import METRICS_NAME, STATUS_NAME, TIMELINE_NAME, WEAR_NA
 from hoist.tiers.small_files import Unusable, read_object
 from hoist.tiers.wear import WearRecord, read_wear
 from hoist.tools.inspection.looking import Inspection, inspect_store
-from hoist.tools.run_report_timeline import Timeline
+from hoist.tools.run_report.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """What a report is made of: sections of figures, each a finding, a chart and a table of its numbers. And number forms.
 
-Filled in by `run_report_run.py` and `run_report_step.py`; `run_report_page.py` and `run_report_picture.py` show them.
+Filled in by `run.py` and `step.py`; `page.py` and `picture.py` show them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
-from hoist.tools.run_report_charts import Chart
-from hoist.tools.run_report_facts import RunFacts, StepFacts
+from hoist.tools.run_report.charts import Chart
+from hoist.tools.run_report.facts import RunFacts, StepFacts
 from hoist.tools.sizes import show_bytes
 
 #: Steps at the end of a run that stand for it, the first step of all apart, which also warms up.

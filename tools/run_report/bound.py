@@ -1,6 +1,6 @@
 """What a report says of what bounds a step: computation or what does not grow with its tokens, and by how much.
 
-Of the prediction, or of how long lanes were busy. What happens within a step is in `run_report_step.py`.
+Of the prediction, or of how long lanes were busy. What happens within a step is in `step.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hoist.tiers.format import METRICS_NAME
-from hoist.tools.run_report_charts import Bar, Curve, bars, curves
-from hoist.tools.run_report_facts import RunFacts
-from hoist.tools.run_report_parts import (
+from hoist.tools.run_report.charts import Bar, Curve, bars, curves
+from hoist.tools.run_report.facts import RunFacts
+from hoist.tools.run_report.parts import (
     Cell,
     Figure,
     Section,

@@ -1,7 +1,7 @@
 """Curves and tables over a run's steps, thinned by rules that each figure states.
 
-The rules themselves are in `run_report_reduce.py`; which curves there are, in `run_report_run.py` and
-`run_report_bytes.py`.
+The rules themselves are in `reduce.py`; which curves there are, in `run.py` and
+`bytes.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hoist.tiers.format import METRICS_NAME
-from hoist.tools.run_report_facts import StepFacts
-from hoist.tools.run_report_parts import Cell, Table, Unit, columns
-from hoist.tools.run_report_reduce import CURVE_POINTS, TABLE_ROWS, kept_indices, kept_rows
+from hoist.tools.run_report.facts import StepFacts
+from hoist.tools.run_report.parts import Cell, Table, Unit, columns
+from hoist.tools.run_report.reduce import CURVE_POINTS, TABLE_ROWS, kept_indices, kept_rows
 
 Values = Sequence[float | None]
 

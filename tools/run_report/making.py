@@ -1,6 +1,6 @@
 """`hoist report`: a run as a page, or as a picture, made of what its store holds. The door: gather, say, write.
 
-What is gathered is in `run_report_facts.py`, what is said of it in `run_report_run.py`, `_bytes` and `_step`. Needs the
+What is gathered is in `facts.py`, what is said of it in `run.py`, `_bytes` and `_step`. Needs the
 extra ``report``; changes nothing in the store.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from hoist._version import __version__
 from hoist.tools.errors import ReportError, ReportRefusedError
-from hoist.tools.run_report_bound import bound, roofline
-from hoist.tools.run_report_bytes import memory, traffic, wear
-from hoist.tools.run_report_facts import RunFacts
-from hoist.tools.run_report_parts import Report, middle, show_rate, show_seconds, steady, times
-from hoist.tools.run_report_run import speed, training
-from hoist.tools.run_report_step import lanes, residency
+from hoist.tools.run_report.bound import bound, roofline
+from hoist.tools.run_report.bytes import memory, traffic, wear
+from hoist.tools.run_report.facts import RunFacts
+from hoist.tools.run_report.parts import Report, middle, show_rate, show_seconds, steady, times
+from hoist.tools.run_report.run import speed, training
+from hoist.tools.run_report.step import lanes, residency
 from hoist.tools.sizes import show_bytes
 
 #: Options that say nothing of a run.

@@ -1,15 +1,15 @@
 """What a report says of a whole run: how training goes, and how fast.
 
-Each function makes one section of facts. Bytes over steps are in `run_report_bytes.py`, what is within a step in
-`run_report_step.py`, charts in `run_report_charts.py`.
+Each function makes one section of facts. Bytes over steps are in `bytes.py`, what is within a step in
+`step.py`, charts in `charts.py`.
 """
 
 from __future__ import annotations
 
 from hoist.tiers.format import METRICS_NAME
-from hoist.tools.run_report_charts import Curve, curves
-from hoist.tools.run_report_facts import RunFacts
-from hoist.tools.run_report_parts import (
+from hoist.tools.run_report.charts import Curve, curves
+from hoist.tools.run_report.facts import RunFacts
+from hoist.tools.run_report.parts import (
     Figure,
     Section,
     Unit,
@@ -20,8 +20,8 @@ from hoist.tools.run_report_parts import (
     steady,
     times,
 )
-from hoist.tools.run_report_reduce import TABLE_ROWS
-from hoist.tools.run_report_series import Values, points, table, thinned
+from hoist.tools.run_report.reduce import TABLE_ROWS
+from hoist.tools.run_report.series import Values, points, table, thinned
 
 
 def training(facts: RunFacts) -> Section:

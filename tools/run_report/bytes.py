@@ -1,7 +1,7 @@
 """What a report says of bytes over a run: what steps move, the memory they take, what the drive has suffered.
 
-Each function makes one section of facts. What is within a step is in `run_report_step.py`, charts in
-`run_report_charts.py`.
+Each function makes one section of facts. What is within a step is in `step.py`, charts in
+`charts.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from hoist.scheduler.endurance import Wear, judge
 from hoist.tiers.format import METRICS_NAME, STATUS_NAME, WEAR_NAME
-from hoist.tools.run_report_charts import Bar, Curve, bars, curves
-from hoist.tools.run_report_facts import RunFacts, number
-from hoist.tools.run_report_parts import (
+from hoist.tools.run_report.charts import Bar, Curve, bars, curves
+from hoist.tools.run_report.facts import RunFacts, number
+from hoist.tools.run_report.parts import (
     Cell,
     Figure,
     Section,
@@ -27,7 +27,7 @@ from hoist.tools.run_report_parts import (
     steady,
     times,
 )
-from hoist.tools.run_report_series import Values, over, points, table, thinned
+from hoist.tools.run_report.series import Values, over, points, table, thinned
 from hoist.tools.sizes import show_bytes, show_decimal
 from hoist.tools.wear import show_days
 from hoist.tools.wear import show_share as show_wear
