@@ -1,6 +1,6 @@
 """How fast a directory's drive is through an engine, measured by a real write, flush, read and check.
 
-For `hoist doctor`, `bench_step.py` and the dealing of chunks over several drives. Nothing is remembered here, and no
+For `hoist doctor`, the benchmarks and the dealing of chunks over several drives. Nothing is remembered here, and no
 result of a run depends on these numbers.
 """
 

@@ -1,4 +1,4 @@
-"""What telling costs: python -m hoist.tools.bench_overhead --directory /nvme
+"""What telling costs: python -m hoist.tools.bench.overhead --directory /nvme
 
 The same steps with STORE/status.json written every second and the timeline kept, and without: by turns, in one process.
 What is done for every document and every line of metrics is measured beside it, also of a model of 1000 tiny stages,
@@ -35,7 +35,7 @@ from hoist.tiers.format import STATUS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.step import batches, model_config
 from hoist.tools.sizes import parse_bytes
 
 #: Documents and lines whose cost is measured.

@@ -1,4 +1,4 @@
-"""How close a training step comes to its limits: python -m hoist.tools.bench_step --directory /nvme
+"""How close a training step comes to its limits: python -m hoist.tools.bench.step --directory /nvme
 
 For each shape: hoist's step beside the same computation in memory (plain PyTorch, activation checkpointing, fused
 AdamW) and beside the bytes that the step moves at the bandwidth measured in the same run. The two sides take turns.

@@ -1,8 +1,8 @@
-"""How well a step hides I/O and updates behind computing: python -m hoist.tools.bench_overlap --directory /nvme
+"""How well a step hides I/O and updates behind computing: python -m hoist.tools.bench.overlap --directory /nvme
 
 The model's layers sleep instead of computing, as an accelerator would: time passes, and no processor is used. A step
 is compared with the larger of the sleep in it and of its I/O at the bandwidth measured in the same run, for several
-delays, in one store that each run resumes. With real computation beside it: `bench_step.py`.
+delays, in one store that each run resumes. With real computation beside it: `step.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import draw_timeline
+from hoist.tools.bench.step import draw_timeline
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 HIDDEN, VOCAB, SEQ_LEN = 64, 512, 8

@@ -1,4 +1,4 @@
-"""How well steps are predicted: python -m hoist.tools.bench_prediction --directory /nvme
+"""How well steps are predicted: python -m hoist.tools.bench.prediction --directory /nvme
 
 For each case: the prediction that `hoist train` makes before the first step, beside the steps, and the bytes of both.
 Nothing is fitted to the steps. The two take turns, as other work on the machine disturbs both; medians are compared.
@@ -28,7 +28,7 @@ from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.step import batches, model_config
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 

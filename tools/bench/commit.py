@@ -1,7 +1,7 @@
-"""What commits cost: python -m hoist.tools.bench_commit --directory /nvme
+"""What commits cost: python -m hoist.tools.bench.commit --directory /nvme
 
 Trains the same steps without commits between them, with one every few steps, and with one every step, by turns in one
-store, and compares the run times. A commit's flush is measured apart. Steps against their limits: `bench_step.py`.
+store, and compares the run times. A commit's flush is measured apart. Steps against their limits: `step.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.step import batches, model_config
 from hoist.tools.sizes import parse_bytes
 
 #: More steps than any run here has: no commit comes of itself.

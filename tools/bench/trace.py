@@ -1,4 +1,4 @@
-"""What a trace costs: python -m hoist.tools.bench_trace --directory /nvme
+"""What a trace costs: python -m hoist.tools.bench.trace --directory /nvme
 
 Two trainers of the same model, one with a trace and one without, take turns, a step each, and then in the other order.
 Wall time varies with the machine; processor time, of all threads and of the one that writes, says what the trace adds.
@@ -31,7 +31,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench_step import batches, model_config, parse_shape
+from hoist.tools.bench.step import batches, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
