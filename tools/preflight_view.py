@@ -7,6 +7,7 @@ import textwrap
 from rich.console import Console
 
 from hoist.scheduler.preflight import Prediction
+from hoist.tools.durations import show_clock
 from hoist.tools.forecast import KINDS, TEXTBOOK, Forecast
 from hoist.tools.sizes import show_bytes
 
@@ -54,7 +55,7 @@ def lines(forecast: Forecast, width: int) -> list[str]:
     if forecast.run_seconds is not None:
         field(
             "the run",
-            f"{forecast.steps_left:,} steps in {_duration(forecast.run_seconds)}, at "
+            f"{forecast.steps_left:,} steps in {show_clock(forecast.run_seconds)}, at "
             f"{prediction.tokens / prediction.seconds:,.0f} tokens a second; commits and evaluations come on top",
         )
     if prediction.advice is not None:
@@ -109,12 +110,3 @@ def _speed(bytes_per_second: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 100 else f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

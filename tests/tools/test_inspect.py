@@ -23,7 +23,8 @@ from hoist.tiers.small_files import Unusable
 from hoist.tiers.snapshots import take
 from hoist.tiers.wear import DirectoryWear, WearRecord
 from hoist.tools.drives import change
-from hoist.tools.inspection.looking import Condition, Inspection, inspect_store, show_span
+from hoist.tools.durations import show_span
+from hoist.tools.inspection.looking import Condition, Inspection, inspect_store
 from hoist.tools.inspection.store_view import MAX_DAMAGE
 from tests.support.commands import hoist, tree
 from tests.support.damage import flip_a_bit, shorten

@@ -19,9 +19,10 @@ from hoist.scheduler.status import RunStatus, StateBytes
 from hoist.tiers.format import LOCK_NAME
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import StoreLock
+from hoist.tools.durations import show_clock
 from hoist.tools.inspection.looking import Inspection, StageStates, inspect_store
 from hoist.tools.inspection.rows import MAX_ROWS, rows, total
-from hoist.tools.inspection.view import next_step, render, short_bytes, show_clock
+from hoist.tools.inspection.view import next_step, render, short_bytes
 from hoist.tools.inspection.watch import Screen
 from tests.support.commands import hoist
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
@@ -276,3 +277,7 @@ def test_short_sizes(num_bytes: int, text: str) -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert show_clock(seconds) == text
+
+
+def test_clock_of_hours_alone() -> None:
+    assert show_clock(190061, days=False) == "52:47:41"

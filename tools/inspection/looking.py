@@ -24,6 +24,7 @@ from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
 from hoist.tiers.small_files import Why
 from hoist.tiers.wear import read_wear
+from hoist.tools.durations import show_span
 from hoist.tools.inspection.store_view import StoreView, look
 
 #: Raised by one when a reader of the version before would misread `--json`.
@@ -389,16 +390,6 @@ def _without_stages(status: RunStatus) -> dict[str, Any]:
     document = status.to_json()
     del document["stages"], document["stage_names"]
     return document
-
-
-def show_span(seconds: float) -> str:
-    """A span of time in one or two units."""
-    if seconds < 100:
-        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 100:
-        return f"{minutes:.0f} min"
-    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def show_time(seconds: float, now: float) -> str:

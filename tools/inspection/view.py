@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hoist.scheduler.status import STATE_KINDS, RunStatus, StateBytes, TierStatus
-from hoist.tools.inspection.looking import Condition, Inspection, show_span
+from hoist.tools.durations import show_clock, show_span
+from hoist.tools.inspection.looking import Condition, Inspection
 from hoist.tools.inspection.rows import MAX_ROWS, Row, rows, total
 from hoist.tools.sizes import show_bytes
 
@@ -220,15 +221,6 @@ def _last_step(canvas: Canvas, status: RunStatus) -> None:
             parts.append(f"{', '.join(of)} at step {status.last_step.get('step')}")
     if parts:
         canvas.field("speed" if len(parts) > 1 else "last", "; ".join([", ".join(parts[:2]), *parts[2:]]))
-
-
-def show_clock(seconds: float) -> str:
-    """h:mm:ss, days in front where there are any."""
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return clock if not days else f"{days} {'day' if days == 1 else 'days'} {clock}"
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
