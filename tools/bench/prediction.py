@@ -6,7 +6,6 @@ Nothing is fitted to the steps. The two take turns, as other work on the machine
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench.step import batches, model_config
+from hoist.tools.bench.shapes import batches, make_parser, model_config
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -190,11 +189,9 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where stores are made (and removed)")
+    parser = make_parser("prediction", __doc__)
     parser.add_argument("--case", action="append", help="names of cases; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="a prediction and a few steps, so often")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     known = {case.name: case for case in CASES}
     unknown = set(arguments.case or ()) - known.keys()

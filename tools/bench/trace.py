@@ -6,7 +6,6 @@ Wall time varies with the machine; processor time, of all threads and of the one
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -31,7 +30,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench.step import batches, model_config, parse_shape
+from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -62,10 +61,17 @@ class Result:
 
 
 def measure(
-    directory: Path, *, host_memory_bytes: int, hidden: int, layers: int, shape: tuple[int, int, int], pairs: int
+    directory: Path,
+    *,
+    host_memory_bytes: int,
+    hidden: int,
+    layers: int,
+    vocab: int,
+    shape: tuple[int, int, int],
+    pairs: int,
 ) -> Result:
     """Run ``pairs`` steps of each side, in turns."""
-    config = model_config(hidden=hidden, layers=layers, vocab=4096)
+    config = model_config(hidden=hidden, layers=layers, vocab=vocab)
     seq_len, rows, count = shape
     warm_up()
     feed = batches(config, shape)
@@ -166,20 +172,19 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the stores are made (and removed)")
-    parser.add_argument("--host-memory", default="96MiB", help="budget of each trainer")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser = make_parser("trace", __doc__)
+    add_model_options(parser, host_memory="96MiB", hidden=512, layers=6)
     parser.add_argument("--shape", default="64,2,4", help="seq,B,M")
     parser.add_argument("--pairs", type=int, default=20, help="steps of each side")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error(f"--pairs: {arguments.pairs} is too few; quartiles need 2")
     result = measure(
         arguments.directory.absolute(),
         host_memory_bytes=parse_bytes(arguments.host_memory),
         hidden=arguments.hidden,
         layers=arguments.layers,
+        vocab=arguments.vocab,
         shape=parse_shape(arguments.shape),
         pairs=arguments.pairs,
     )
