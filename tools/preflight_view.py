@@ -46,8 +46,7 @@ def lines(forecast: Forecast, width: int) -> list[str]:
     if prediction is None:
         field("predicted", f"nothing: the machine could not be measured: {forecast.why_not}")
         return found
-    field("", f"measured {_speed(prediction.read_bytes_per_second)} read, "
-          f"{_speed(prediction.write_bytes_per_second)} written")  # fmt: skip
+    field("", _drive(forecast, prediction))
     field("traffic", _traffic(forecast, prediction))
     field("a step", _step(prediction))
     field("", _lanes(prediction))
@@ -76,6 +75,19 @@ def _tiers(forecast: Forecast) -> list[str]:
         + ("" if forecast.device else "; the CPU computes: no device")
     )
     return found
+
+
+def _drive(forecast: Forecast, prediction: Prediction) -> str:
+    text = (
+        f"measured {_speed(prediction.read_bytes_per_second)} read, {_speed(prediction.write_bytes_per_second)} written"
+    )
+    if forecast.measured is None:
+        return text
+    drive = forecast.measured.drive
+    return (
+        f"{text}: {show_bytes(drive.measured_bytes)} written twice and read, {drive.requests_in_flight} requests of "
+        f"{show_bytes(drive.request_bytes)} at once"
+    )
 
 
 def _traffic(forecast: Forecast, prediction: Prediction) -> str:

@@ -16,7 +16,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.endurance import Wear
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.preflight import probed_bytes
+from hoist.scheduler.preflight import DRIVE_BYTES, probed_bytes
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.writes import Saving, Writes
@@ -30,6 +30,8 @@ from hoist.tools.sizes import show_decimal
 
 #: What the most that a step can write has on top, for small files: of snapshots, and the ledger itself.
 SMALL_BYTES = 2**20
+#: Measuring a drive takes about one part in so many of what is left of a budget of writes, for each of two writes.
+_BUDGET_PARTS = 200
 _FROM_OPTION, _FROM_DRIVE = "--tbw", "smart"
 
 
@@ -65,6 +67,15 @@ def _committed_bytes(found: CommitRecord | None) -> int:
     return written if isinstance(written, int) else 0
 
 
+def measuring_bytes(options: TrainOptions, directory: Path, found: CommitRecord | None) -> int:
+    """The most that the file is to have with which a drive is measured: of a budget of writes a small part."""
+    budget = options.write_budget_bytes()
+    if budget is None:
+        return DRIVE_BYTES
+    left = max(0, budget - known_bytes(directory, found))
+    return min(DRIVE_BYTES, left // (_BUDGET_PARTS * _num_drives(options, directory, found)))
+
+
 def check_write_budget(
     options: TrainOptions,
     directory: Path,
@@ -87,7 +98,8 @@ def check_write_budget(
     if found is None:
         needed += writes.creation_bytes(setup) + further_bytes + SMALL_BYTES
     if step < options.steps:
-        needed += probed_bytes(setup, engine) * _num_drives(options, directory, found)
+        probed = probed_bytes(setup, engine, measuring_bytes(options, directory, found))
+        needed += probed * _num_drives(options, directory, found)
         needed += writes.count(setup, options.trainer_config(), found).most_bytes() + SMALL_BYTES
     if written > budget:
         raise ConfigError(
