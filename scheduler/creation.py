@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hoist.optim.split import split
 from hoist.scheduler.errors import ModelError
+from hoist.scheduler.residency import WEIGHT_BYTES
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers import checksum, heap
@@ -33,8 +34,6 @@ from hoist.tiers.store import Store
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
 
-#: Bytes that are written for a trained weight: both halves. Its moments begin as the zeros of a fresh file.
-WEIGHT_BYTES = 4
 #: Room in which a checkpoint's tensors can be staged while the former stage is written.
 _STAGING_BYTES = 64 * 1024
 
@@ -110,6 +109,7 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
+    # both halves of a trained weight; its moments begin as the zeros of a fresh file
     total = sum(WEIGHT_BYTES * layout.num_elements + layout.frozen_bytes for layout in setup.layouts)
     done = 0
     # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages

@@ -17,11 +17,11 @@ from hoist.scheduler import advice
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane
-from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.pricing import Prices, Times
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.simulate import Costs, Machine, bounds
 from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.step_plans import steady_plan, step_plan
 from hoist.scheduler.timing import Progress, measure
 from hoist.tiers.allocation import free_bytes
 from hoist.tiers.dealing import measured_bytes
@@ -218,10 +218,10 @@ def probed_bytes(setup: Setup, engine: IoEngine, most_bytes: int = DRIVE_BYTES) 
 
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:
     """The prediction for a run with these buffers. ``tokens``: of a micro-batch. Pure, but for the time it takes."""
-    linked = steady_plan(setup, config)
+    linked = link(steady_plan(setup, config))
     prices = Prices(setup, part_bytes=measured.part_bytes)
     costs = prices.costs(linked, measured.times)
-    cold_read_bytes, _ = prices.bytes_of(step_plan(setup, config, cold=True, pending=False).plan.ops)
+    cold_read_bytes, _ = prices.bytes_of(step_plan(setup, config, cold=True, pending=False).ops)
     found = bounds(linked, costs, _machine(costs, measured))
     of_lane = {lane: _lane_seconds(linked, costs, lane) for lane in (Lane.COMPUTE, Lane.OPTIM, Lane.COPY)}
     step = found.step
@@ -250,21 +250,6 @@ def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: i
         num_simulated_steps=step.num_steps,
     )
     return replace(prediction, advice=_advice(prediction, setup, config, linked)) if advise else prediction
-
-
-def steady_plan(setup: Setup, config: TrainerConfig) -> LinkedPlan:
-    """The plan of every step but a run's first."""
-    shapes = setup.shapes()
-    delays = config.speculates or any(
-        first < shape.num_pieces for first, shape in zip(setup.delayed_from, shapes, strict=True)
-    )
-    return step_plan(setup, config, cold=False, pending=delays)
-
-
-def step_plan(setup: Setup, config: TrainerConfig, *, cold: bool, pending: bool) -> LinkedPlan:
-    """A full step's plan, as the trainer makes it."""
-    make = vertical if config.plan == "vertical" else horizontal
-    return link(make(setup.shapes(), config.num_micro_batches, setup.buffers(), cold=cold, pending=pending))
 
 
 def _machine(costs: Costs, measured: Measured) -> Machine:
