@@ -141,7 +141,7 @@ def predict(
     Takes a few seconds, and no more memory than the run. Makes a temporary file in each of ``drives``, and removes it.
     Raises StoreRefusedError where none can be made, what a stage raises, and ConfigError while a trainer is open.
     """
-    progress("measuring the drive", 0, 1)
+    progress("measuring the drive", 0, 0)
     drive = measure_drives(setup, engine, drives)
     times = measure(model, setup, config, progress=progress)
     measured = Measured(

@@ -129,7 +129,7 @@ class Inspection:
         """Steps of the whole run, as it told, or as the last commit has them."""
         if self.status is not None and self.status.position.num_steps is not None:
             return self.status.position.num_steps
-        found = self._options().get("steps")
+        found = self.options.get("steps")
         return found if isinstance(found, int) else None
 
     @property
@@ -154,7 +154,9 @@ class Inspection:
             if placed.spec.frozen_weight
         )
 
-    def _options(self) -> Mapping[str, Any]:
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What `hoist train` was told, as the last commit has it; empty where another program trained."""
         found = None if self.view.record is None else self.view.record.run.get("options")
         return found if isinstance(found, Mapping) else {}
 
@@ -189,6 +191,7 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "free_bytes": self.free_bytes,
             "num_steps": self.num_steps,
+            "options": dict(self.options),
             "snapshots": list(self.view.snapshots),
             "live": self.is_live,
             "age_seconds": self.age_seconds,
