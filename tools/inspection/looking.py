@@ -201,12 +201,12 @@ class Inspection:
         }
 
 
-def inspect_store(directory: Path, *, before: Inspection | None = None, now: float | None = None) -> Inspection:
+def inspect_store(directory: str | Path, *, before: Inspection | None = None, now: float | None = None) -> Inspection:
     """Look at a store or a snapshot. ``before``: the last look, so that what no commit has changed is not read again.
 
     ``now`` is for tests. Raises StoreRefusedError where there is neither.
     """
-    view = look(directory, None if before is None else before.view)
+    view = look(Path(directory), None if before is None else before.view)
     if view.is_snapshot:
         step = "" if view.record is None else f" of step {view.record.step}"
         name = view.directory.name
