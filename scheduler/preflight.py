@@ -152,7 +152,7 @@ def predict(
     Makes a temporary file in each of ``drives``, and removes it. Raises StoreRefusedError where none can be made, what
     a stage raises, and ConfigError while a trainer is open.
     """
-    progress("measuring the drive", 0, 1)
+    progress("measuring the drive", 0, 0)
     drive = measure_drives(setup, engine, drives, most_bytes=most_bytes)
     times = measure(model, setup, config, progress=progress)
     measured = Measured(

@@ -26,7 +26,7 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tiers.wear import DirectoryWear, WearLedger, WearRecord, read_wear
 from hoist.tools.options import TrainOptions
-from hoist.tools.sizes import show_decimal
+from hoist.tools.sizes import show_days, show_decimal, show_share
 
 #: What the most that a step can write has on top, for small files: of snapshots, and the ledger itself.
 SMALL_BYTES = 2**20
@@ -179,8 +179,10 @@ def foreseen(
     setup: Setup,
     *,
     predicted_seconds: float | None,
-) -> str:
-    """:func:`ahead` of a run that is not begun, from what the store counts, if it is there. Changes nothing."""
+) -> tuple[str, ...]:
+    """:func:`ahead` and :func:`lower` of a run that is not begun, from what the store counts, if it is there. Changes
+    nothing.
+    """
     try:
         record = read_wear(directory)
     except (OSError, ValueError):
@@ -201,7 +203,7 @@ def foreseen(
     wear = endurance.judge(
         record, bytes_per_step=bytes_per_step, seconds_per_step=predicted_seconds, steps_left=steps
     )
-    return ahead(wear, steps)
+    return tuple(line for line in (ahead(wear, steps), lower(setup, config)) if line)
 
 
 def ahead(wear: Wear, steps: int) -> str:
@@ -244,25 +246,6 @@ def _lasting(wear: Wear) -> str:
     if worst.used_share is not None and worst.used_share >= 0.01:
         text += f", what is left of it {show_days(worst.days_left)}"
     return text
-
-
-def show_share(share: float | None) -> str:
-    """A share of a drive's life, in percent with two digits that count."""
-    percent = 100.0 * (share or 0.0)
-    if percent >= 10.0:
-        return f"{percent:.0f}%"
-    return f"{percent:.2f}%" if percent >= 0.01 else f"{percent:.2g}%"
-
-
-def show_days(days: float) -> str:
-    """A time in days, or in years, hours or minutes where that says more."""
-    if days >= 2 * 365.25:
-        return f"{days / 365.25:,.1f} years" if days < 100 * 365.25 else "more than 100 years"
-    if days >= 10:
-        return f"{days:.0f} days"
-    if days >= 1:
-        return f"{days:.1f} days"
-    return f"{24 * days:.1f} hours" if days >= 1 / 24 else f"{24 * 60 * days:.0f} minutes"
 
 
 def lower(setup: Setup, config: TrainerConfig) -> str:
