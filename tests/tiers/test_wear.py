@@ -331,8 +331,8 @@ SMALL_FILES, PAGE_BYTES = 3, 4096
 def test_the_kernel_counts_the_same_but_for_whole_pages_and_the_file_systems_own(tmp_path: Path) -> None:
     """The kernel counts a page when it becomes dirty: of a small file a whole one, however short it is.
 
-    So it does with blocks of the file system itself (inodes, directories, bitmaps), as many as this process is the first
-    to change since they were last written back: none in a step during which nothing is written back, and otherwise
+    So it does with blocks of the file system itself (inodes, directories, bitmaps), as many as this process is first to
+    change since they were last written back: none in a step during which nothing is written back, and otherwise
     whole ones, up to several hundred KB a step on a busy machine. A step without any has to come; then nothing is
     left to explain.
     """

@@ -1,7 +1,7 @@
 """How fast a directory's drive is through an engine, measured by a real write, flush, read and check.
 
-For `hoist doctor`, benchmarks, the dealing of chunks over several drives, and predictions. Nothing is remembered here, and no
-result of a run depends on these numbers.
+For `hoist doctor`, benchmarks, predictions, and the dealing of chunks over several drives. Nothing is remembered here,
+and no result of a run depends on these numbers.
 """
 
 from __future__ import annotations
