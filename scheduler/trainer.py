@@ -248,11 +248,12 @@ class Trainer:
         if ledger is None:
             return None
         ledger.save()
+        num_steps = self.config.schedule.num_steps
         return judge(
             ledger.record(),
             bytes_per_step=0.0 if last is None else last.nvme_written_bytes,
             seconds_per_step=None if last is None else last.seconds,
-            steps_left=max(0, self.config.schedule.num_steps - self._position.step),
+            steps_left=max(0, num_steps - self._position.step) if num_steps else None,
         ).to_json()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there

@@ -7,6 +7,7 @@ It counts and remembers. What passes an engine is counted in `io/counted.py`; wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -133,7 +134,8 @@ class WearLedger:
 
     Only who holds the store's lock has one, so no two processes write the file. It is replaced whole: a kill loses what
     came in since the last time, about :data:`SAVE_SECONDS`; a power cut, what came in since the last durable one.
-    Nothing here ever refuses a run: a file that cannot be read or written is told in the log, once.
+    Nothing here ever refuses a run: a file that cannot be read or written is told in the log, once, and that the drive
+    is full as information alone.
     """
 
     def __init__(
@@ -279,7 +281,8 @@ class WearLedger:
     def _save(self, *, durable: bool, synced: bool) -> None:
         with self._lock:
             self._dirty = False
-            self._moved[0][0] += len(_encoded(self._merged()))  # up to a digit or two
+            own_bytes = len(_encoded(self._merged()))  # up to a digit or two
+            self._moved[0][0] += own_bytes
             record = replace(self._merged(), updated=time.time())
         path = self._store / store_format.WEAR_NAME
         temporary = self._store / store_format.WEAR_TEMPORARY_NAME
@@ -295,9 +298,15 @@ class WearLedger:
         except OSError as error:
             with contextlib.suppress(OSError):  # a full drive leaves a part of it
                 temporary.unlink(missing_ok=True)
+            with self._lock:
+                self._moved[0][0] -= own_bytes
+                self._dirty = True  # the next time may find room
             if not self._told:
                 self._told = True
-                _log.warning("%s: what is written to the drive cannot be kept: %s", path, error.strerror)
+                # Of a full drive the run itself tells, at its next commit if not before: one line is enough.
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                level = logging.INFO if full else logging.WARNING
+                _log.log(level, "%s: what is written to the drive cannot be kept: %s", path, error.strerror)
 
     def discard(self) -> None:
         """The store is removed that was being made: forget the file if that was made for it, else bring it up to date.

@@ -25,6 +25,7 @@ from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
 from hoist.tools.preparing import Prepared
 from hoist.tools.stop import Stop
+from hoist.tools.wear import measuring_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Told(Protocol):
     """Where progress goes: a part of `report.py`'s `Reporter`."""
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         """How far a long preparation is."""
 
 
@@ -51,7 +52,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
 
     def progress(what: str, done: int, total: int) -> None:
         stop.check()
-        report.progress(what, done, total)
+        report.progress(what, done, total, "parts")
 
     try:
         with choose_engine(run.options.io) as engine:
@@ -63,6 +64,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
                     engine=engine,
                     drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
                     progress=progress,
+                    most_bytes=measuring_bytes(run.options, run.directory, run.found),
                 )
             finally:
                 moved = engine.statistics()

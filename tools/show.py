@@ -88,7 +88,7 @@ class Display:
             more = "" if taken == there else " (--eval-batches 0: all)"
             self._field("", f"an evaluation takes {which} validation rows{more}")
         where = f"resumed at step {start.step}" if start.resumed else "new"
-        self._field("store", f"{start.store} ({where})")
+        self._field("store", f"{start.store} ({where}); commits {start.commits}")
         if start.drives:
             spread = ", ".join(f"{directory} {share:.0%}" for directory, share in start.drives)
             self._field("drives", f"chunks are spread over {len(start.drives)}: {spread}")
@@ -103,15 +103,10 @@ class Display:
             f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the "
             f"{show_bytes(start.baseline_bytes)} of Python and its libraries",
         )
-        parts = [f"{label} {show_bytes(num_bytes)}" for label, num_bytes in start.setup.memory.parts() if num_bytes]
-        self._field("", f"planned {show_bytes(start.setup.memory.need_bytes)}: {', '.join(parts)}")
         memory = start.setup.memory
         if memory.kept_bytes:
             share = 100.0 * memory.kept_bytes / max(1, sum(each.num_bytes for each in memory.demand.keepable))
             self._field("", f"{share:.0f}% of the states stay in memory from step to step")
-        self._field("commits", start.commits)
-        for number, line in enumerate(start.wear):
-            self._field("" if number else "wear", line)
         self._line("")
 
     def forecast(self, forecast: Forecast) -> None:

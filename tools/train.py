@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,9 +62,10 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             evaluation = evaluation_of(run, rows, validation, data)
             prediction = None if forecast is None else forecast.prediction
             predicted_seconds = None if prediction is None else prediction.seconds
-            start = _start(run, engine, rows, data, store, evaluation, predicted_seconds)
+            start = _start(run, engine, rows, data, store, evaluation)
             report.plan(start)
             if forecast is not None:
+                forecast = replace(forecast, wear=wear_ahead(run, store, predicted_seconds))
                 report.forecast(forecast)
             metrics_file = None
             if options.metrics is not None:
@@ -96,8 +98,8 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
             forecast = make_forecast(run, report, stop)
             seconds = None if forecast.prediction is None else forecast.prediction.seconds
             options = run.options
-            report.notice(foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds))
-            return forecast
+            wear = foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds)
+            return replace(forecast, wear=wear)
         finally:
             for each in made:
                 if each is not None and each.source.made is not None:
@@ -147,7 +149,6 @@ def _start(
     data: token_data.StepData,
     store: Store,
     evaluation: Evaluation | None,
-    predicted_seconds: float | None,
 ) -> RunStart:
     options = run.options
     assert store.record is not None
@@ -174,7 +175,6 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
-        wear=wear_ahead(run, store, predicted_seconds),
     )
 
 

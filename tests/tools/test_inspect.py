@@ -195,10 +195,10 @@ def test_what_the_store_counts_where_no_run_tells(store: Path, capfd: pytest.Cap
     )
     (store / WEAR_NAME).write_text(json.dumps(WearRecord(store_id=STORE_ID, directories=(written,)).to_json()))
     shown = hoist(capfd, "inspect", store).out
-    assert "wear     3.00 TiB written so far; 0.55% of the drive's 600 TB are used (smart)\n" in shown
+    assert "wear     3.3 TB written so far; 0.55% of 600 TB (as the drive itself implies) are used\n" in shown
     write_status(store, STATUS, wear=None, last_step={"step": 41, "nvme_written_bytes": 2**30}, state=RunState.ENDED)
     shown = hoist(capfd, "inspect", store).out
-    assert "far, 1.0 GiB a step; 0.55% of the drive's 600 TB are used (smart); 16 days left" in shown
+    assert "far, 1.1 GB a step; 0.55% of 600 TB (as the drive itself implies) are used; 16 days are left" in shown
     (store / WEAR_NAME).write_text("{")
     assert f"{store / WEAR_NAME}: is torn" in look(store).notes[0]
 

@@ -177,8 +177,8 @@ def test_numbers_of_the_run(thousand: Inspection) -> None:
         "20.0 MiB of 64.0 MiB, at most 30.0 MiB",
         "reads 1.25 GB/s, writes 85.0 MB/s",
         "40.0 MiB now, at most 47.0 MiB so far, within the promised 67.0 MiB",
-        "5.00 TiB written so far, 12.0 GiB a step; 0.92% of the drive's 600 TB are used (--tbw); 812 days left",
-        "2.4 s a step, bound by compute; measured 2.5 s, +4%",
+        "5.5 TB written so far, 12.9 GB a step; 0.92% of 600 TB (--tbw) are used; 2.2 years are left at this speed",
+        "2.4 s a step, bound by computation; measured 2.5 s, error -4%",
         "io         61%      20%",
         "read_states(layer.499) and 2 more",
     ):

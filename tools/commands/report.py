@@ -42,7 +42,7 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
         import altair  # noqa: F401
         import vl_convert  # noqa: F401
     except ModuleNotFoundError as error:
-        command = install_command("'hoist-engine[report]'")
+        command = install_command("altair vl-convert-python")
         raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
     from hoist.tools.run_report.making import check_target, report_of, write_file
 
