@@ -71,6 +71,33 @@ def test_quiet_work_leaves_nothing() -> None:
     assert not file.getvalue()
 
 
+class _Waking(io.StringIO):
+    """A log that says when it has got a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self.getvalue().endswith("\n"):
+            self.got.set()
+        return count
+
+
+def test_work_of_unknown_length_says_in_a_log_that_it_goes_on() -> None:
+    """Without being asked, as a commit tells nothing before it is over; and nothing after that."""
+    file = _Waking()
+    work = LongWork(Console(file=file, force_terminal=False, _environ={}), log_seconds=1e-3)
+    with work.during("committing"):
+        assert file.got.wait(60.0)
+    told = file.getvalue()
+    assert re.fullmatch(r"(committing, \d+ s so far \.\.\.\n)+", told)
+    work.progress("exporting", 1, 2)
+    assert "committing" not in file.getvalue().removeprefix(told)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hoist-progress"]
+
+
 @pytest.mark.parametrize("width", [28, 40, 60, 80, 200])
 def test_a_bar_fits_the_terminal(width: int) -> None:
     file = io.StringIO()
