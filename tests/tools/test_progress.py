@@ -190,6 +190,13 @@ def on_terminal(*arguments: object, columns: int) -> tuple[int, str]:
     return code, b"".join(parts).decode()
 
 
+def test_quiet_tells_that_a_trace_was_lost(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, but what was asked for is not there."""
+    ended = hoist(capfd, "train", "--store", job.store, "--steps", 2, "--trace", "/dev/full", "--quiet")
+    told = "ERROR: the trace /dev/full ends here, it cannot be written: No space left on device\n"
+    assert ended == Result(code=0, out="", err=told)
+
+
 def test_a_narrow_terminal(job: Job) -> None:
     code, text = on_terminal("export", job.store, job.folder / "narrow", "--verify", columns=40)
     assert code == 0
@@ -223,6 +230,7 @@ def test_quiet_commands_say_what_was_asked_for(
         ["restore", job.store, "kept"],
         ["snapshot", job.store, "kept", "--remove"],
         ["train", "--store", job.store, "--steps", 2],
+        ["report", job.store, "--html", tmp_path / "report.html"],
     ):
         assert run(*arguments) == Result(code=0, out="", err=""), arguments
     assert json.loads(run("verify", job.store, "--json").out)["ok"]
