@@ -64,14 +64,20 @@ def create_store(
     """Create a store, fill it stage by stage from ``source`` and commit it as step 0.
 
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
-    and done and total bytes. ``extras`` is called with the directory for small files that belong beside the weights
-    (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises StoreRefusedError with nothing changed,
-    ModelError on weights that are not finite, whatever ``source`` raises, TransferError; after those the directory
-    holds no store that opens.
+    and done and total bytes, or zeros where nobody knows. ``extras`` is called with the directory for small files that
+    belong beside the weights (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises
+    StoreRefusedError with nothing changed, ModelError on weights that are not finite, whatever ``source`` raises,
+    TransferError; after those the directory holds no store that opens.
     """
 
     def report(what: str) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, total: progress(what, done, total)
+
+    def reserving(done: int, total: int) -> None:
+        assert progress is not None
+        progress("reserving space", done, total)
+        if done >= total:  # until the drive has the reservations, which nobody knows the length of
+            progress("waiting for the drive", 0, 0)
 
     store = Store.create(
         directory,
@@ -82,10 +88,12 @@ def create_store(
         scratch_bytes=setup.scratch_bytes,
         drives=drives,
         fresh=fresh,
-        progress=report("reserving space"),
+        progress=None if progress is None else reserving,
     )
     try:
         _fill(store, model, setup, store.counted(engine), source, report("writing weights"))
+        if progress is not None:
+            progress("committing", 0, 0)
         if extras is not None:
             folder = store.directory / MODEL_DIRECTORY
             extras(folder)

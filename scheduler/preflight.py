@@ -32,6 +32,8 @@ from hoist.tiers.layout import round_up
 #: Most bytes of the file that a drive is measured with, and what is always measured; in between an eighth of what a
 #: slot of the store holds. It is written twice.
 DRIVE_BYTES, _LEAST_BYTES = 64 * 2**20, 16 * 2**20
+#: It may be told to have less, but not less than this: fewer requests say nothing.
+_FEWEST_BYTES = 2**20
 #: The file takes no more of what the drive has free than one part in so many.
 _ROOM_PARTS = 8
 #: Longest that writing it once, writing it again, and reading it take, for all drives together.
@@ -148,9 +150,9 @@ def predict(
 ) -> tuple[Prediction, Measured]:
     """Measure, then predict: before a trainer is made on ``model``, and while nothing else runs.
 
-    ``most_bytes``: of the file that a drive is measured with. Takes a few seconds, and no more memory than the run.
-    Makes a temporary file in each of ``drives``, and removes it. Raises StoreRefusedError where none can be made, what
-    a stage raises, and ConfigError while a trainer is open.
+    ``most_bytes``: of the file that a drive is measured with, 1 MiB at least. Takes a few seconds, and no more memory
+    than the run. Makes a temporary file in each of ``drives``, and removes it. Raises StoreRefusedError where none can
+    be made, what a stage raises, and ConfigError while a trainer is open.
     """
     progress("measuring the drive", 0, 0)
     drive = measure_drives(setup, engine, drives, most_bytes=most_bytes)
@@ -180,7 +182,7 @@ def measure_drives(
     for drive in drives:
         room = free_bytes(drive.directory) // _ROOM_PARTS
         speed = measure_steady(
-            drive.directory, engine, num_bytes=min(_file_bytes(setup), most_bytes, room), request_bytes=request_bytes,
+            drive.directory, engine, num_bytes=min(_file_bytes(setup, most_bytes), room), request_bytes=request_bytes,
             in_flight=in_flight, seconds=_PHASE_SECONDS / len(drives),
         )  # fmt: skip
         moving_seconds = max(0.0, request_bytes / speed.alone_read_bytes_per_second - speed.page_read_seconds)
@@ -196,7 +198,7 @@ def measure_drives(
         cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _ in found),
         measured_bytes=min(full.measured_bytes for _, full, _ in found),
         request_bytes=request_bytes,
-        requests_in_flight=in_flight,
+        requests_in_flight=min(in_flight, min(full.measured_bytes for _, full, _ in found) // request_bytes),
     )
 
 
@@ -204,16 +206,16 @@ def _request_bytes(setup: Setup, engine: IoEngine) -> int:
     return round_up(max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements)), _PAGE_BYTES)
 
 
-def _file_bytes(setup: Setup) -> int:
+def _file_bytes(setup: Setup, most_bytes: int) -> int:
     """What a drive is measured with: little beside what a step writes, but enough to be measured."""
     slot_bytes = measured_bytes(setup.layouts, most=8 * DRIVE_BYTES)
-    return min(slot_bytes, max(_LEAST_BYTES, slot_bytes // 8))
+    return min(slot_bytes, max(_LEAST_BYTES, slot_bytes // 8), max(most_bytes, _FEWEST_BYTES))
 
 
 def probed_bytes(setup: Setup, engine: IoEngine, most_bytes: int = DRIVE_BYTES) -> int:
     """The most that :func:`measure_drives` writes to each drive."""
     request_bytes = _request_bytes(setup, engine)
-    return 2 * request_bytes * max(1, -(-min(_file_bytes(setup), most_bytes) // request_bytes))
+    return 2 * request_bytes * max(1, -(-_file_bytes(setup, most_bytes) // request_bytes))
 
 
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:

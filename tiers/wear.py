@@ -25,6 +25,10 @@ _log = logging.getLogger(__name__)
 
 #: Raised by one when a reader of the version before would misread the file.
 WEAR_VERSION = 1
+#: More bytes than all drives will ever see: a count beyond is none.
+LARGEST_BYTES = 2**100
+#: The file is not read further than this.
+_LONGEST_BYTES = 2**24
 #: As counts come in, the file is written again when the last time is so long ago.
 SAVE_SECONDS = 1.0
 
@@ -95,7 +99,7 @@ class WearRecord:
                 updated=float(document["updated"]),
                 directories=tuple(_directory(each) for each in document["directories"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -104,7 +108,8 @@ def _directory(document: Mapping[str, Any]) -> DirectoryWear:
     for name, value in known.items():
         optional = name in ("tbw_bytes", "tbw_source", "drive_written_bytes") and value is None
         if name.endswith("_bytes"):
-            right = type(value) is int and value >= 0
+            # No drive is rated for nothing, and shares of it are taken.
+            right = type(value) is int and (name == "tbw_bytes") <= value <= LARGEST_BYTES
         else:
             right = isinstance(value, bool if name == "in_use" else str)
         if not (right or optional):
@@ -120,12 +125,13 @@ def read_wear(store: Path) -> WearRecord | None:
     """
     path = store / store_format.WEAR_NAME
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_LONGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return WearRecord.from_json(json.loads(data))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are some
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are some
         raise ValueError(f"{path}: is torn or no count of hoist's: {error}") from error
 
 

@@ -25,7 +25,6 @@ from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
 from hoist.tools.preparing import Prepared
 from hoist.tools.stop import Stop
-from hoist.tools.wear import measuring_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
                     engine=engine,
                     drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
                     progress=progress,
-                    most_bytes=measuring_bytes(run.options, run.directory, run.found),
+                    most_bytes=run.measuring_bytes,
                 )
             finally:
                 moved = engine.statistics()

@@ -6,7 +6,8 @@ Options are in `options.py`, what is told in `report.py`, the engine in `hoist.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hoist.tools.drives import shares
 from hoist.tools.evaluation import Evaluation
 from hoist.tools.forecast import Forecast
 from hoist.tools.forecasting import make_forecast
+from hoist.tools.loudness import is_quiet
 from hoist.tools.metrics_file import MetricsFile
 from hoist.tools.model_files import save_model_files, store_attributes
 from hoist.tools.options import TrainOptions
@@ -39,6 +41,8 @@ from hoist.tools.wear import (
     foreseen,
     rate_drives,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def train(options: TrainOptions, report: Reporter) -> RunEnd:
@@ -76,7 +80,8 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
                 cleanup.enter_context(tensorboard)
             trace = None
             if options.trace is not None:
-                trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
+                notice = _of_lost_trace(report)
+                trace = cleanup.enter_context(Trace(options.trace, notice=notice, option="--trace"))
             sinks = [sink for sink in (metrics_file, tensorboard) if sink is not None]
             loop = Loop(
                 run, store, data, start, engine, stop, report, sinks, evaluation, trace=trace, forecast=forecast
@@ -176,6 +181,11 @@ def _start(
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
     )
+
+
+def _of_lost_trace(report: Reporter) -> Callable[[str], None]:
+    """Tells that the trace could not be written, which the run outlives: with `--quiet` too, since it was asked for."""
+    return _log.error if is_quiet() else report.notice
 
 
 def _commit_rule(config: TrainerConfig, setup: Setup) -> str:

@@ -43,8 +43,10 @@ def check_tbw(options: TrainOptions, directory: Path, found: CommitRecord | None
     count = _num_drives(options, directory, found)
     given = len(options.tbw)
     if given not in (0, 1, count):
-        raise ConfigError(f"--tbw: given {given} times, and the store has {count} of them (drives); give it once or "
-                          f"{count} times")  # fmt: skip
+        allowed = "once" if count == 1 else f"once, or {count} times in the drives' order"
+        raise ConfigError(
+            f"--tbw: given {given} times, and the store has {count} drive{'s' * (count != 1)}; give it {allowed}"
+        )
 
 
 def _num_drives(options: TrainOptions, directory: Path, found: CommitRecord | None) -> int:
@@ -67,15 +69,6 @@ def _committed_bytes(found: CommitRecord | None) -> int:
     return written if isinstance(written, int) else 0
 
 
-def measuring_bytes(options: TrainOptions, directory: Path, found: CommitRecord | None) -> int:
-    """The most that the file is to have with which a drive is measured: of a budget of writes a small part."""
-    budget = options.write_budget_bytes()
-    if budget is None:
-        return DRIVE_BYTES
-    left = max(0, budget - known_bytes(directory, found))
-    return min(DRIVE_BYTES, left // (_BUDGET_PARTS * _num_drives(options, directory, found)))
-
-
 def check_write_budget(
     options: TrainOptions,
     directory: Path,
@@ -84,22 +77,23 @@ def check_write_budget(
     engine: IoEngine,
     *,
     further_bytes: int,
-) -> None:
+) -> int:
     """Raise ConfigError if the budget of writes is used up, or too small for one step and its commit.
 
-    ``further_bytes``: small files that a new store gets, and what measuring its drives writes.
+    ``further_bytes``: small files that a new store gets, and what measuring its drives writes. Returns how many bytes
+    the file may have with which a drive is then measured for the prediction: of a budget of writes a small part.
     """
     budget = options.write_budget_bytes()
     step = 0 if found is None else found.step
     if budget is None or (found is not None and step >= options.steps):
-        return
+        return DRIVE_BYTES
+    num_drives = _num_drives(options, directory, found)
     written = known_bytes(directory, found)
     needed = written
     if found is None:
         needed += writes.creation_bytes(setup) + further_bytes + SMALL_BYTES
     if step < options.steps:
-        probed = probed_bytes(setup, engine, measuring_bytes(options, directory, found))
-        needed += probed * _num_drives(options, directory, found)
+        needed += probed_bytes(setup, engine, most_bytes=0) * num_drives  # at the least
         needed += writes.count(setup, options.trainer_config(), found).most_bytes() + SMALL_BYTES
     if written > budget:
         raise ConfigError(
@@ -113,6 +107,7 @@ def check_write_budget(
             f"store's drives so far, and {what} may write {show_decimal(needed - written)}; give at least {needed} "
             "bytes, or 0 for no limit"
         )
+    return min(DRIVE_BYTES, (budget - needed) // (_BUDGET_PARTS * num_drives))
 
 
 def count_measuring(store: Store, *, read_bytes: int, written_bytes: int) -> None:

@@ -181,7 +181,11 @@ def test_snapshots_and_restores_count_what_they_copy(tmp_path: Path, engine: IoE
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"format_version":2}', b'{"format_version":1}', b"\xff\xfe", b'{"format_version":1,'
-        b'"store_id":"","since":1,"updated":1,"directories":[{"written_bytes":-1}]}']
+        b'"store_id":"","since":1,"updated":1,"directories":[{"written_bytes":-1}]}', b"[" * 100_000,
+        b'{"format_version":1,"store_id":"","since":1,"updated":1,"directories":[{"tbw_bytes":0}]}',
+        b'{"format_version":1,"store_id":"","since":1,"updated":1,"directories":[{"written_bytes":1%s}]}'
+        % (b"0" * 400)],
+    ids=lambda content: content[-24:].decode(errors="replace"),
 )  # fmt: skip
 def test_a_torn_file_refuses_nothing_and_is_told_once(
     tmp_path: Path, engine: IoEngine, content: bytes, caplog: pytest.LogCaptureFixture
@@ -331,10 +335,10 @@ SMALL_FILES, PAGE_BYTES = 3, 4096
 def test_the_kernel_counts_the_same_but_for_whole_pages_and_the_file_systems_own(tmp_path: Path) -> None:
     """The kernel counts a page when it becomes dirty: of a small file a whole one, however short it is.
 
-    So it does with blocks of the file system itself (inodes, directories, bitmaps), as many as this process is first to
-    change since they were last written back: none in a step during which nothing is written back, and otherwise
-    whole ones, up to several hundred KB a step on a busy machine. A step without any has to come; then nothing is
-    left to explain.
+    So it does with blocks of the file system itself (inodes, directories, bitmaps), as many as this process is the
+    first to change since they were last written back: none in a step during which nothing is written back, and
+    otherwise whole ones, up to several hundred KB a step on a busy machine. A step without any has to come; then
+    nothing is left to explain.
     """
     probe = tmp_path / "probe"
     before = _kernel_bytes()

@@ -114,6 +114,19 @@ def test_refusals_are_those_of_a_run(
     assert tree(tmp_path) == before
 
 
+def test_no_output_goes_into_the_stores_own_files(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job.at(folder)
+    before = tree(folder)
+    for option, name in (("--trace", "COMMIT.json"), ("--metrics", "wear.json"), ("--trace", "stages/new.json")):
+        path = job.store / name
+        told = hoist(capfd, "train", "--store", job.store, "--steps", 9, option, path).refusal()
+        assert told == f"{option} {path}: is one of the store's own files; name a file in another place"
+    both = job.folder / "metrics.jsonl"
+    told = hoist(capfd, *job.arguments("--metrics", both, "--trace", both)).refusal()
+    assert told == f"--trace {both}: is the file of --metrics, too; name another"
+    assert tree(folder) == before
+
+
 def test_json_without_a_dry_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = Job.at(tmp_path)
     assert hoist(capfd, *job.arguments("--json")).refusal().startswith("--json: goes with --dry-run")

@@ -139,7 +139,8 @@ def test_a_store_is_not_made_for_a_budget_that_allows_no_step(job: Job, capfd: p
     ("options", "refusal"),
     [
         (("--tbw", "many"), "--tbw: 'many' is not a size"),
-        (("--tbw", "1TB", "--tbw", "2TB"), "--tbw: given 2 times, and the store has 1 of them"),
+        (("--tbw", "600"), "--tbw: '600' is 600 bytes, less than any drive is rated for; write for instance 600TB"),
+        (("--tbw", "1TB", "--tbw", "2TB"), "--tbw: given 2 times, and the store has 1 drive; give it once"),
         (("--write-budget", "-3"), "--write-budget: '-3' is not a size"),
     ],
 )
