@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,13 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 def test_settings_are_checked(tmp_path: Path, setting: dict[str, int], message: str) -> None:
     with DirectEngine(num_threads=1) as engine, pytest.raises(ValueError, match=message):
         measure_bandwidth(tmp_path, engine, **setting)
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_measures_with_is_not(tmp_path: Path) -> None:
+    left, used = tmp_path / ".hoist-probe-left", tmp_path / ".hoist-probe-used"
+    for path in (left, used):
+        path.write_bytes(b"x" * 4096)
+    os.utime(left, (1.0, 1.0))
+    with DirectEngine(num_threads=2) as engine:
+        measure(tmp_path, engine)
+    assert list(tmp_path.iterdir()) == [used]
