@@ -6,6 +6,7 @@ and no result of a run depends on these numbers.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -20,6 +21,9 @@ import torch
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 
+_PREFIX = ".hoist-probe-"
+#: A temporary file that nobody has written to for so long is left over from a process that was killed.
+LEFT_SECONDS = 3600.0
 #: One 8-byte stamp a page makes every page of the file different.
 _STAMP_STRIDE = IO_ALIGN_BYTES // 8
 
@@ -147,8 +151,9 @@ def measure_bandwidth(
 
 def _make_file(directory: Path, file_bytes: int) -> Path:
     """An empty file with its space allocated, as the store's chunk files are."""
+    _remove_left(directory)
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".hoist-probe-", dir=directory.absolute())
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory.absolute())
     except OSError as error:
         raise StoreRefusedError(f"{directory}: cannot make a file there: {error.strerror}") from error
     try:
@@ -161,6 +166,14 @@ def _make_file(directory: Path, file_bytes: int) -> Path:
     finally:
         os.close(descriptor)
     return Path(name)
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove files of processes that were killed while they measured: none takes so long. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob(f"{_PREFIX}*"):
+            if time.time() - path.stat().st_mtime > LEFT_SECONDS:
+                path.unlink()
 
 
 def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int) -> Bandwidth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,13 @@ def test_steady_writes_go_where_data_is_already_and_a_slow_drive_gets_less(
     assert seen.page_read_seconds > 0
     assert min(seen.read_bytes_per_second, seen.write_bytes_per_second, seen.alone_read_bytes_per_second) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_measures_with_is_not(tmp_path: Path) -> None:
+    left, used = tmp_path / ".hoist-probe-left", tmp_path / ".hoist-probe-used"
+    for path in (left, used):
+        path.write_bytes(b"x" * 4096)
+    os.utime(left, (1.0, 1.0))
+    with DirectEngine(num_threads=2) as engine:
+        measure(tmp_path, engine)
+    assert list(tmp_path.iterdir()) == [used]
