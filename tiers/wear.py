@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from hoist.tiers import allocation
 from hoist.tiers import format as store_format
+from hoist.tiers.small_files import decode_json, read_small
 
 _log = logging.getLogger(__name__)
 
@@ -119,12 +120,12 @@ def read_wear(store: Path) -> WearRecord | None:
     """
     path = store / store_format.WEAR_NAME
     try:
-        data = path.read_bytes()
+        data = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return WearRecord.from_json(json.loads(data))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are some
+        return WearRecord.from_json(decode_json(data))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are some
         raise ValueError(f"{path}: is torn or no count of hoist's: {error}") from error
 
 
