@@ -7,6 +7,7 @@ STORE/metrics.jsonl, which the trainer writes, and `tools/metrics_file.py`'s.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -17,9 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hoist.tiers.small_files import decode_json
+
 _log = logging.getLogger(__name__)
-#: Bytes that are looked at for the end of the last line at once.
-_BLOCK_BYTES = 65536
+#: What is longer than this is no line of metrics.
+_LINE_BYTES = 1 << 20
+#: Of a longer file, its end is read: some 150,000 steps, which take about 300 MB in memory.
+MAX_READ_BYTES = 128 << 20
 
 
 class LineFile:
@@ -30,12 +35,21 @@ class LineFile:
 
     def __init__(self, path: Path, *, cut_torn: bool = False) -> None:
         """A last line without its end, which a power cut can leave, is ended; or with ``cut_torn`` removed, unless it
-        is JSON, so that every line of the file is. Raises OSError.
+        is JSON, so that every line of the file is. ``cut_torn`` is for hoist's own files: what is no regular file, as
+        a pipe that nobody reads, is refused then. Raises OSError.
         """
         self.path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | (os.O_NONBLOCK if cut_torn else 0)
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # what opening a pipe says that nobody reads
+                raise
+            raise OSError(errno.EINVAL, "is no regular file", str(path)) from error
         self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         try:
+            if cut_torn and not self._is_file:
+                raise OSError(errno.EINVAL, "is no regular file", str(path))
             if self._is_file:
                 self._mend(cut_torn)
         except BaseException:
@@ -51,17 +65,14 @@ class LineFile:
         except PermissionError:
             return  # appending is allowed, reading is not
         try:
-            start, tail = length, b""
-            while start and b"\n" not in tail:
-                count = min(start, _BLOCK_BYTES)
-                start -= count
-                tail = os.pread(reader, count, start) + tail
+            start = max(0, length - _LINE_BYTES)
+            tail = os.pread(reader, length - start, start)
         finally:
             os.close(reader)
         last = tail.rpartition(b"\n")[2]
         if not last:
             return
-        if cut_torn and not _is_object(last):
+        if cut_torn and (start == 0 or len(last) < len(tail)) and not _is_object(last):
             os.ftruncate(self._descriptor, length - len(last))
         else:
             self._append(b"\n")
@@ -175,24 +186,35 @@ class Recorded:
     """One a step, in order: :class:`hoist.scheduler.metrics.StepMetrics` as JSON, of whichever hoist wrote it."""
     evaluations: tuple[Mapping[str, Any], ...]
     """One an evaluation, in order; each has ``step`` and ``eval_loss``."""
+    unread_bytes: int = 0
+    """What was passed over at the beginning of a file that is longer than :data:`MAX_READ_BYTES`."""
 
 
 def read_metrics(path: str | Path) -> Recorded:
     """Read a file of metrics; a file that is not there has none. Lines that are no record are passed over.
 
     A run that crashed, or was brought back to an earlier commit, does steps again: a line for a step replaces what was
-    there for it and for later ones. Raises OSError if the file is there and cannot be read.
+    there for it and for later ones. Of a longer file, the last :data:`MAX_READ_BYTES` are read. Numbers that are
+    infinite, or none, are None. Raises OSError if the file is there and cannot be read.
     """
     steps: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[int, Mapping[str, Any]] = {}
     newest = -1
     path = Path(path)
     try:
-        file = path.open("rb")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return Recorded(steps=(), evaluations=())
-    with file:
-        for line in file:
+    with os.fdopen(descriptor, "rb") as file:
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        unread = max(0, seen.st_size - MAX_READ_BYTES)
+        if unread:
+            file.seek(unread)
+        # A line that is cut, at the start here or by its length, is no JSON, like all of its parts but, perhaps, one
+        # that is a number or a string; and none of those is a record.
+        for line in iter(lambda: file.readline(_LINE_BYTES), b""):
             record = _record(line)
             if record is None:
                 continue
@@ -209,13 +231,14 @@ def read_metrics(path: str | Path) -> Recorded:
     return Recorded(
         steps=tuple(steps[step] for step in sorted(steps)),
         evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+        unread_bytes=unread,
     )
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """The line's object, if it is one of a step or an evaluation."""
     try:
-        record = json.loads(line)
+        record = decode_json(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:

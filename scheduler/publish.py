@@ -6,10 +6,11 @@ What is told is made by `collect.py` and `timeline.py`. Nothing here holds a ste
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hoist.scheduler.metrics_log import MetricsLog
@@ -61,6 +62,13 @@ class Publisher:
         self._told: set[str] = set()
         #: Step whose timeline was written last; the thread's, and after it :meth:`close`'s.
         self._written_step = 0
+        #: Only this process speaks for the run: a forked child that ends closes what it got a copy of.
+        self._pid = os.getpid()
+        #: A document of this run is there, which must not be the last word once it has ended.
+        self._has_told = False
+        if not interval_seconds:  # an earlier run's would be taken for this one's
+            with self._telling(STATUS_NAME), suppress(FileNotFoundError):
+                (directory / STATUS_NAME).unlink()
         self._wake = threading.Event()
         self._soon = False
         self._closing = threading.Event()
@@ -68,7 +76,10 @@ class Publisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Write a document now, in the caller's thread. Raises nothing about the file."""
+        """Write a document now, in the caller's thread. Raises nothing about the file. In a forked child: nothing."""
+        if os.getpid() != self._pid:
+            return
+        self._has_told = True
         with self._gate, self._telling(STATUS_NAME):
             write_status(self._directory, self._status())
 
@@ -125,13 +136,17 @@ class Publisher:
                 self._publish_timeline()
 
     def close(self) -> None:
-        """End the thread and write the last documents, unless none are wanted. Idempotent."""
-        if self._closing.is_set():
+        """End the thread and write the last documents, unless none are wanted. Idempotent. In a forked child: nothing.
+
+        Where documents are written only when asked for, and one was, the last says that the run has ended.
+        """
+        if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
         self._wake.set()
         self._thread.join()
         if self._interval_seconds:
             self._publish_timeline()
+        if self._interval_seconds or self._has_told:
             self.publish()
         self._metrics.close()

@@ -5,6 +5,7 @@ What the files say is `format.py`'s business; the lock and what happens after a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -71,7 +72,8 @@ def remove_store(directory: Path, engine: IoEngine) -> None:
         store_format.TIMELINE_NAME,
         store_format.WEAR_TEMPORARY_NAME,
     ):
-        (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(IsADirectoryError):  # not ours
+            (directory / name).unlink(missing_ok=True)
     if (directory / store_format.METADATA_NAME).exists():
         allocation.sync_directory(directory)  # else a power cut could bring the rest back without its mark
         (directory / store_format.METADATA_NAME).unlink()

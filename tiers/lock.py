@@ -90,6 +90,11 @@ class StoreLock:
         except FileNotFoundError:
             return False
 
+    @property
+    def is_held(self) -> bool:
+        """False once released, and in forked children."""
+        return self._descriptor >= 0
+
     def release(self, *, remove: bool = False) -> None:
         """Let go; with ``remove``, delete the file first (undoing a creation). Idempotent."""
         if self._descriptor < 0:

@@ -6,7 +6,12 @@ business.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import stat
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hoist.tiers import format as store_format
+
+#: What is larger than this was not left by a run; the largest of theirs, a timeline, takes some 5 MB.
+MAX_BYTES = 64 << 20
+#: Whole numbers beyond this no run writes, and other programs cannot hold.
+_MAX_INTEGER = 2**63 - 1
 
 
 class Why(Enum):
@@ -64,14 +74,56 @@ def _forget(path: Path) -> None:
         return  # what is left in scratch goes when the store is next opened
 
 
+def read_small(path: Path) -> bytes:
+    """The bytes of a file. Raises OSError, also on what is no file or too large: a pipe must not hold a reader up."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"is larger than {MAX_BYTES >> 20} MiB, which no run writes", str(path))
+    return data
+
+
+def decode_json(data: bytes) -> Any:
+    """JSON of others; a number that is infinite, none, or beyond 64 bits reads as null, as hoist itself writes such.
+
+    Raises ValueError and RecursionError.
+    """
+    return json.loads(
+        data, parse_constant=_nothing, parse_float=_float, parse_int=_integer, object_pairs_hook=_object
+    )
+
+
+def _nothing(text: str) -> None:
+    """NaN, Infinity and -Infinity."""
+
+
+def _float(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _integer(text: str) -> int | None:
+    value = int(text) if len(text) <= 20 else None
+    return value if value is not None and -_MAX_INTEGER <= value <= _MAX_INTEGER else None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Many lines have the same names: each is kept in memory once."""
+    return {sys.intern(name): value for name, value in pairs}
+
+
 def read_object(path: Path) -> dict[str, Any] | Unusable:
     """The JSON object in a file, or why there is none. Raises nothing about the file."""
     try:
-        data = path.read_bytes()
+        data = read_small(path)
     except OSError as error:
         return Unusable(why=Why.MISSING, detail=f"{path}: {error.strerror or error}")
     try:
-        document = json.loads(data)
+        document = decode_json(data)
     except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or no document of ours
         return Unusable(why=Why.TORN, detail=f"{path}: not JSON: {error}")
     if not isinstance(document, dict):

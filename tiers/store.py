@@ -345,8 +345,8 @@ class Store:
 
     def close(self) -> None:
         """Give the lock back. What was not committed is lost. Idempotent; the engine stays open."""
-        if not self._closed and self.wear is not None:
-            self.wear.save(durable=True)
+        if not self._closed and self.wear is not None and self._lock is not None and self._lock.is_held:
+            self.wear.save(durable=True)  # a forked child's copy of the store has no lock, and its count is old
         self._closed = True
         if self._lock is not None:
             self._lock.release()

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from hoist.tiers import allocation
 from hoist.tiers import format as store_format
+from hoist.tiers.small_files import decode_json, read_small
 
 _log = logging.getLogger(__name__)
 
@@ -125,12 +126,11 @@ def read_wear(store: Path) -> WearRecord | None:
     """
     path = store / store_format.WEAR_NAME
     try:
-        with path.open("rb") as file:
-            data = file.read(_LONGEST_BYTES)
+        data = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return WearRecord.from_json(json.loads(data))
+        return WearRecord.from_json(decode_json(data))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are some
         raise ValueError(f"{path}: is torn or no count of hoist's: {error}") from error
 

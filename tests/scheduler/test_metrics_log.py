@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hoist.scheduler import metrics_log
 from hoist.scheduler.metrics_log import LineFile, MetricsLog, Recorded, read_metrics
 from hoist.tiers.format import METRICS_NAME
 from tests.support.models import tiny_config
@@ -187,6 +188,42 @@ def test_the_last_line_of_a_step_counts_and_what_came_after_it_is_done_again(tmp
     assert numbers(read_metrics(path)) == ([(1, 1.0), (2, 2.5)], [(2, 8.0)])
     write(path, step(3, 3.5))
     assert numbers(read_metrics(path)) == ([(1, 1.0), (2, 2.5), (3, 3.5)], [(2, 8.0)])
+
+
+def test_a_pipe_holds_neither_a_run_nor_a_reader_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m"
+    os.mkfifo(path)
+    log = MetricsLog(path)
+    log.write(step(1))
+    path.unlink()
+    log.write(step(2))
+    log.close()
+    assert numbers(read_metrics(path))[0] == [(2, 1.0)]
+    assert f"{path}: cannot be written: is no regular file; the run goes on" in caplog.text
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is no regular file"):
+        read_metrics(path)
+
+
+def test_a_huge_file_is_read_at_its_end_and_a_huge_line_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write(path, step(1))
+    with path.open("r+b") as file:
+        file.truncate(metrics_log.MAX_READ_BYTES)  # a gap takes no room, and reads as one line of zeros
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + json.dumps(step(7)).encode() + b"\n" + b"x" * (3 * 2**20))
+    with LineFile(path, cut_torn=True) as file_of_lines:
+        file_of_lines.write(step(8))
+    found = read_metrics(path)
+    assert numbers(found)[0] == [(7, 1.0), (8, 1.0)]
+    assert found.unread_bytes == path.stat().st_size - metrics_log.MAX_READ_BYTES > 0
+
+
+def test_a_number_that_json_has_no_word_for_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1e999}\n{"step": 1%s, "loss": 1}\n' % ("0" * 400))
+    assert [line["loss"] for line in read_metrics(path).steps] == [None, None]
 
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:

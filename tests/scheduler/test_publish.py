@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from hoist.scheduler.timeline import Recorder
 from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers.errors import HoistError
-from hoist.tiers.format import MOMENT_ARRAYS, STATUS_NAME, TIMELINE_NAME, WEIGHT_ARRAYS
+from hoist.tiers.format import MOMENT_ARRAYS, STATUS_NAME, TIMELINE_NAME, WEAR_NAME, WEIGHT_ARRAYS
 from hoist.tiers.manager import Manager, Residency
 from hoist.tiers.small_files import Unusable, Why
 from tests.scheduler.test_freezing import freezing
@@ -333,6 +334,42 @@ def test_a_closed_trainer_has_ended_with_nothing_in_memory(tmp_path: Path) -> No
     assert (ended.pid, ended.interval_seconds) == (os.getpid(), 1.0)
 
 
+def test_a_run_that_tells_only_when_asked_says_at_the_end_that_it_has_ended(tmp_path: Path) -> None:
+    directory, steps = tmp_path / "store", make_steps(1, 1)
+    for is_asked in (True, False):  # the second time, what the first one told must go
+        with trainer_on(directory, tiny_config("llama"), steps, Engine(), status_seconds=NEVER) as trainer:
+            if is_asked:
+                trainer.publish()
+                assert read(directory).state is RunState.RUNNING
+        assert (directory / STATUS_NAME).exists() == is_asked
+        assert not is_asked or read(directory).state is RunState.ENDED
+
+
+def test_a_forked_child_that_ends_does_not_speak_for_the_run(tmp_path: Path) -> None:
+    directory, steps = tmp_path / "store", make_steps(1, 1)
+    with trainer_on(directory, tiny_config("llama"), steps, Engine()) as trainer:
+        trainer.publish()
+        wear = (directory / WEAR_NAME).read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons, as there are threads
+            child = os.fork()
+        if not child:
+            code = 1
+            try:
+                trainer.publish()
+                trainer.close()
+                trainer._store.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0) == (child, 0)
+        told = read(directory)
+        assert (told.state, told.pid) == (RunState.RUNNING, os.getpid())
+        assert (directory / WEAR_NAME).read_bytes() == wear
+        trainer.step(steps[0])
+    assert read(directory).position.step == 1
+
+
 def test_a_delayed_update_at_the_end_of_a_step_is_told_of(tmp_path: Path) -> None:
     """Between two calls: nothing computes, and the gradients that wait are on NVMe."""
     directory, steps = tmp_path / "store", make_steps(1, 2)
@@ -417,7 +454,7 @@ def test_the_thread_publishes_draws_and_makes_metrics_durable_by_itself(tmp_path
     assert json.loads((tmp_path / TIMELINE_NAME).read_bytes())["step"] == 7  # drawn before the first sync
     often.close()
     silent = publisher(NEVER)
-    (tmp_path / STATUS_NAME).unlink()
+    assert not (tmp_path / STATUS_NAME).exists()  # else it would be taken for this run's
     silent.publish_soon()
     silent.close()
     assert not (tmp_path / STATUS_NAME).exists()

@@ -286,6 +286,9 @@ def test_fresh_starts_over_and_leaves_other_files(tmp_path: Path, engine: IoEngi
     assert not any((directory / name).exists() for name in left_by_runs)
     with Store.open(directory, engine=engine, check="crc") as store:
         assert read_version(store, engine, 0, 0, range(1, 3)) == 2
+    (directory / "timeline.json").mkdir()  # no run's: it stays, and is no obstacle
+    with create(directory, engine, fresh=True):
+        assert (directory / "timeline.json").is_dir()
 
 
 def test_a_creation_that_never_committed_is_replaced(tmp_path: Path, engine: IoEngine) -> None:

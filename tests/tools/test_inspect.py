@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from hoist.tools.drives import change
 from hoist.tools.durations import show_span
 from hoist.tools.inspection.looking import Condition, Inspection, inspect_store
 from hoist.tools.inspection.store_view import MAX_DAMAGE
+from hoist.tools.inspection.view import render
 from tests.support.commands import hoist, tree
 from tests.support.damage import flip_a_bit, shorten
 from tests.support.inspected import STORE_ID, many_layouts, status_of, write_status, write_store
@@ -118,7 +121,9 @@ def test_a_run_that_ended(store: Path, state: RunState, condition: Condition, te
     assert ("the drive went away" in found.message) == (state is RunState.FAILED)
     assert found.message.endswith("the store opens at step 7")
     with held(store):
-        assert look(store, 300).condition is Condition.HELD
+        found = look(store, 300)
+        assert found.condition is Condition.HELD
+        assert ("its run has ended, and it closes the store or begins" in found.message) == (state is RunState.ENDED)
 
 
 def test_a_store_that_another_command_holds(store: Path) -> None:
@@ -188,6 +193,38 @@ def test_a_document_that_is_none(store: Path, content: bytes, capfd: pytest.Capt
     assert "  layer.0" in result.out or "  embed" in result.out
 
 
+@pytest.mark.parametrize("odd", [1e308, -1e308, -1, 0, 2**62, float("nan"), "\x1b[31m\ud800"])
+def test_numbers_that_no_run_tells(odd: float | str, store: Path) -> None:
+    """A document by hand, or of a broken machine: something is shown, as characters that a terminal can have."""
+    told = STATUS.to_json()
+    numbers = dict.fromkeys(("seconds", "written_bytes", "written_bytes_per_step", "tbw_bytes", "days_left"), odd)
+    lanes = {name: {**lane, "busy_share": odd, "stall_share": odd} for name, lane in told["lanes"].items()}
+    changes: list[dict[str, Any]] = [
+        {"written_at": odd}, {"pid": odd}, {"interval_seconds": odd}, {"lanes": lanes}, {"host_peak_bytes": odd},
+        {"last_step": dict.fromkeys(("step", "loss", "lr", "nvme_written_bytes"), odd)},
+        {"prediction": numbers}, {"wear": {**numbers, "used_share": odd, "source": odd}},
+        {"position": {"step": odd, "num_steps": odd}}, {"hostname": odd}, {"error": odd, "state": "failed"},
+        {"speed": {"seconds_per_step": odd, "tokens_per_second": odd, "eta_seconds": odd}},
+        {"tiers": {"host": {"budget_bytes": odd, "resident_bytes": odd, "peak_bytes": odd}}},
+    ]  # fmt: skip
+    view = None
+    for changed, is_held in itertools.product(changes, (True, False)):
+        (store / STATUS_NAME).write_text(json.dumps({**told, **changed}))
+        with held(store) if is_held else contextlib.nullcontext():
+            found = view = inspect_store(store, before=view)
+        for line in render(found, width=80):
+            assert b"\x1b" not in line.plain.encode()
+        json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_document_from_the_future(store: Path) -> None:
+    write_status(store, STATUS)
+    with held(store):
+        found = look(store, -3600)
+    assert found.condition is Condition.RUNNING
+    assert "is dated 60 min ahead of this machine's clock" in found.notes[0]
+
+
 def test_what_the_store_counts_where_no_run_tells(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert look(store).wear is None
     written = DirectoryWear(
@@ -226,7 +263,16 @@ def test_snapshots_are_inspected_like_stores(tmp_path: Path, engine: IoEngine) -
 
 def test_a_store_that_is_being_created(tmp_path: Path, engine: IoEngine, capfd: pytest.CaptureFixture[str]) -> None:
     with create(tmp_path / "store", engine):
-        assert look(tmp_path / "store").condition is Condition.CREATING
+        found = look(tmp_path / "store")
+        assert found.condition is Condition.CREATING
+        metadata = next((tmp_path / "store" / "stages").glob("*/zarr.json"))
+        whole = metadata.read_bytes()
+        metadata.unlink()  # as if it were still to be made
+        found = inspect_store(tmp_path / "store", before=found)
+        assert (found.condition, found.damage) == (Condition.CREATING, ())
+        metadata.write_bytes(whole)
+        found = inspect_store(tmp_path / "store", before=found)
+        assert len(found.view.layouts) == found.view.num_stages
         assert hoist(capfd, "inspect", tmp_path / "store").code == 0
     assert look(tmp_path / "store").condition is Condition.UNFINISHED
     assert "its creation never finished" in hoist(capfd, "inspect", tmp_path / "store").failure()

@@ -22,6 +22,7 @@ from hoist.scheduler.status import StateBytes
 from hoist.tiers.format import COMMIT_NAME, LOCK_NAME, STATUS_NAME
 from hoist.tiers.lock import StoreLock
 from hoist.tools.inspection.looking import Condition, inspect_store
+from hoist.tools.inspection.watch import ends
 from tests.support.commands import hoist, make_job, process_arguments, tree
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
 
@@ -188,6 +189,11 @@ def test_watching_in_place(store: Path) -> None:
         assert screen.process.wait() == 0
         os.set_blocking(screen.descriptor, False)
         assert b"\x1b[?1049l" in screen.rest()
+
+
+def test_which_keys_end_it() -> None:
+    assert all(map(ends, (b"q", b"xQ", b"\x1b", b"\x04")))
+    assert not any(map(ends, (b"", b"x", b"\x1b[A", b"\x1b[<65;10;10M", "\u00fc".encode())))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

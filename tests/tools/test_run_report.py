@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -102,6 +103,20 @@ def test_what_cannot_be_written_is_refused_in_a_line(
         assert message in hoist(capfd, "report", job.store, *arguments).refusal()
     assert (job.store / "COMMIT.json").read_bytes() == commit
     assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file"]
+
+
+def test_a_name_that_is_no_text_and_a_pipe_in_place_of_the_metrics(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    odd = store.rename(store.with_name(os.fsdecode(b"st\xff<b>")))
+    (odd / "metrics.jsonl").unlink()
+    os.mkfifo(odd / "metrics.jsonl")
+    html = tmp_path / "r.html"
+    result = hoist(capfd, "report", odd, "--html", html)
+    assert (result.code, result.err) == (0, "")
+    text = html.read_text(encoding="utf-8")
+    assert "st\\udcff&lt;b&gt;" in text and "st\\udcff<b>" not in text
+    assert "metrics.jsonl cannot be read: is no regular file." in text
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

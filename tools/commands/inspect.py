@@ -28,7 +28,8 @@ def inspect_command(
     store: Annotated[Path, typer.Argument(help="The store, or a snapshot: STORE/snapshots/NAME.")],
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again; q ends it.")] = False,
     every: Annotated[
-        float, typer.Option("--every", min=0.1, help="Seconds between two looks of --watch.", metavar="SECONDS")
+        float,
+        typer.Option("--every", min=0.1, max=86_400, help="Seconds between two looks of --watch.", metavar="SECONDS"),
     ] = 1.0,
     show_all: Annotated[bool, typer.Option("--all", help="A row for every stage, however many are alike.")] = False,
     tensor: Annotated[

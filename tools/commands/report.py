@@ -59,7 +59,7 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
         if option == "--html":
             from hoist.tools.run_report.page import page
 
-            data = page(made).encode()
+            data = page(made).encode("utf-8", "backslashreplace")  # names of files can be any bytes
         else:
             from hoist.tools.run_report.picture import picture
 

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -248,6 +248,7 @@ def _read_status(view: StoreView, notes: list[str]) -> RunStatus | None:
 def _without_commit(view: StoreView, now: float | None, notes: list[str], holder: Holder | None) -> Inspection:
     if holder is not None:
         message = f"{holder} is creating the store; nothing is committed yet"
+        view = replace(view, damage=())  # what is missing is still to come
         return _inspection(view, now, Condition.CREATING, message, notes, None, holder)
     message = "has no commit: its creation never finished, or COMMIT.json was deleted; create it again"
     return _inspection(view, now, Condition.UNFINISHED, message, notes, None, None)
@@ -266,6 +267,11 @@ def _judge(
         return Condition.IDLE, f"nobody trains in this store; it opens at {step}"
     who = f"process {status.pid} on {status.hostname}" if status.hostname else f"process {status.pid}"
     age = max(0.0, now - status.written_at)
+    if status.written_at - now > PATIENCE_SECONDS:
+        notes.append(
+            f"what the run told is dated {show_span(status.written_at - now)} ahead of this machine's clock: clocks "
+            "differ, or one was set back, and until then nobody can tell from its age whether the run hangs"
+        )
     fresh = age <= max(PATIENCE_SECONDS, PATIENCE_INTERVALS * status.interval_seconds)
     if status.interval_seconds == 0 and holder is not None:
         fresh = True  # it writes when it is asked to, and nobody knows when that is
@@ -282,6 +288,11 @@ def _judge(
             return Condition.ELSEWHERE, (
                 f"{who} trained and was last heard of {when}; from this machine nobody can tell whether it still runs"
             )
+    if holder is not None and holder.pid is not None and own and status.state is RunState.ENDED:
+        return Condition.HELD, (
+            f"{holder} holds the store; its run has ended, and it closes the store or begins another; committed is "
+            f"{step}"
+        )
     if holder is not None:
         former = {
             RunState.ENDED: "the last run has ended",
@@ -312,6 +323,8 @@ def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
+        return False
+    except OverflowError:  # no number of a process
         return False
     except OSError:  # another user's
         return True
@@ -397,6 +410,9 @@ def _without_stages(status: RunStatus) -> dict[str, Any]:
 
 def show_time(seconds: float, now: float) -> str:
     """A moment in local time, its date only if that is not today's."""
-    then, today = time.localtime(seconds), time.localtime(now)
+    try:
+        then, today = time.localtime(seconds), time.localtime(now)
+    except (OverflowError, OSError, ValueError):  # no such year: a document that nobody should have written
+        return "an unknown time"
     same = (then.tm_year, then.tm_yday) == (today.tm_year, today.tm_yday)
     return time.strftime("%H:%M:%S" if same else "%Y-%m-%d %H:%M:%S", then)

@@ -61,7 +61,7 @@ def look(directory: Path, before: StoreView | None = None) -> StoreView:
     """
     directory = directory.absolute()
     versions = _versions(directory)
-    if before is not None and before.versions == versions and not before.damage:
+    if before is not None and before.versions == versions and versions[0] is not None and not before.damage:
         return before
     if versions[0] is None:
         state = allocation.directory_state(directory)

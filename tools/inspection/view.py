@@ -94,7 +94,7 @@ class Canvas:
     def bar(self, share: float | None, width: int = _BAR_WIDTH) -> Text:
         """A bar that is full at 1."""
         full, empty = ("#", ".") if self.ascii_only else ("━", "─")
-        filled = 0 if share is None else min(width, max(0, round(share * width)))
+        filled = 0 if share is None else round(min(1.0, max(0.0, share)) * width)
         if share and not filled:
             filled = 1
         style = _MARK_STYLE if (share or 0.0) > 1.0 else ""
@@ -190,13 +190,24 @@ def _trained_with(options: Mapping[str, Any]) -> str:
     return " ".join(found)
 
 
+def _shown_path(path: Path) -> str:
+    """From the current directory, where it is below it."""
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed, which is no matter for a store elsewhere
+        return str(path)
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) -> None:
     record = inspection.view.record
     committed = "" if record is None else f"committed is step {record.step}"
     of = "" if inspection.num_steps is None else f" of {inspection.num_steps:,}"
     if status is None or not inspection.is_live:
         canvas.field("step", f"{0 if record is None else record.step:,}{of} committed")
-        if status is not None and inspection.condition in (Condition.DIED, Condition.FAILED):
+        ended_badly = inspection.condition in (Condition.DIED, Condition.FAILED)
+        # What it told before its last commit says nothing of what was lost.
+        if status is not None and ended_badly and (record is None or status.position.step >= record.step):
             position = status.position
             at = "" if position.current_step is None else f" and was at step {position.current_step:,}"
             canvas.field("", f"the run itself had done {position.step:,} steps{at}")
@@ -480,13 +491,13 @@ def _amount(tier: TierStatus) -> str:
 
 
 def _lanes(canvas: Canvas, status: RunStatus, *, live: bool) -> None:
-    step = status.last_step.get("step") if status.last_step is not None else None
-    of = "of the last step" if step is None else f"of step {step}"
+    step = None if status.last_step is None else _number(status.last_step, "step")
+    of = "of the last step" if step is None else f"of step {step:.0f}"
     title = f"{'lane':<{_LABEL_WIDTH}}{'busy':>5} {'stalled':>8}  {of:<{_BAR_WIDTH}}  {'now' if live else ''}"
     canvas.lines.append(Text(title.rstrip(), style=_LABEL_STYLE))
     full, half, empty = ("#", "-", ".") if canvas.ascii_only else ("━", "╍", "─")
     for name, lane in status.lanes.items():
-        busy, stalled = lane.busy_share or 0.0, lane.stall_share or 0.0
+        busy, stalled = (min(1.0, max(0.0, share or 0.0)) for share in (lane.busy_share, lane.stall_share))
         at_work = min(_BAR_WIDTH, round(busy * _BAR_WIDTH))
         waiting = min(_BAR_WIDTH - at_work, round(stalled * _BAR_WIDTH))
         line = Text.assemble(
@@ -544,7 +555,9 @@ def _expected(canvas: Canvas, status: RunStatus) -> None:
         lane = predicted.get("bound_by")
         bound = f", bound by {LANES.get(lane, lane)}" if isinstance(lane, str) else ""
         measured = status.speed.seconds_per_step
-        against = "" if not measured else f"; measured {show_span(measured)}, error {seconds / measured - 1:+.0%}"
+        against = ""
+        if measured and seconds > 0:
+            against = f"; measured {show_span(measured)}, error {seconds / measured - 1:+.0%}"
         canvas.field("expected", f"{show_span(seconds)} a step{bound}{against}")
 
 

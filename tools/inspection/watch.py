@@ -6,6 +6,7 @@ What is shown is `view.py`'s business. A store that goes away is said, and looke
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import sys
@@ -23,11 +24,12 @@ from rich.text import Text
 
 from hoist.tiers.errors import HoistError
 from hoist.tools.inspection.looking import Inspection, inspect_store
-from hoist.tools.inspection.view import render
+from hoist.tools.inspection.view import Canvas, render
 
 #: How often keys, and the terminal's size, are looked at.
 _POLL_SECONDS = 0.2
-_QUIT_KEYS = frozenset("qQ\x1b\x04")
+_QUIT_KEYS = b"qQ\x04"
+_ESCAPE = b"\x1b"
 
 
 class Screen:
@@ -46,7 +48,8 @@ class Screen:
             self.found, width=options.max_width, ascii_only=options.ascii_only, every=self._every, height=height - 1
         )
         if self.trouble is not None:
-            lines = [Text(self.trouble, style="bold #d55e00"), Text("below is what was seen last"), Text(""), *lines]
+            told = Canvas(width=options.max_width, ascii_only=options.ascii_only).plain(self.trouble)
+            lines = [Text(told, style="bold #d55e00"), Text("below is what was seen last"), Text(""), *lines]
         if len(lines) > height - 1:
             hint = f"q ends; {len(lines) - height + 1} more lines need a higher terminal"
             lines = lines[: height - 1]
@@ -72,7 +75,7 @@ class Watch:
             return str(error)
         return None
 
-    def in_place(self, console: Console, keys: TextIO, *, every: bool) -> int:
+    def in_place(self, console: Console, keys: TextIO | None, *, every: bool) -> int:
         """On a terminal's alternate screen, until a key or a signal ends it. Returns the exit code."""
         screen = Screen(self.found, every=every)
         with _keys(keys) as key, Live(screen, console=console, screen=True, auto_refresh=False) as live:
@@ -80,7 +83,7 @@ class Watch:
             due = time.monotonic() + self._every_seconds
             while True:
                 pressed = key(max(0.0, min(_POLL_SECONDS, due - time.monotonic())))
-                if pressed & _QUIT_KEYS:
+                if ends(pressed):
                     return 0
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._every_seconds
@@ -105,29 +108,39 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _keys(keys: TextIO) -> Iterator[Callable[[float], set[str]]]:
-    """A function that waits at most so many seconds for keys and returns them; they are not echoed meanwhile.
+def _keys(keys: TextIO | None) -> Iterator[Callable[[float], bytes]]:
+    """A function that waits at most so many seconds for keys and returns what they send; it is not echoed meanwhile.
 
     SIGTERM ends the process only after the terminal is as it was.
     """
-    before = termios.tcgetattr(keys) if keys.isatty() else None
+    terminal = keys.fileno() if keys is not None and keys.isatty() else None
+    before = None if terminal is None else termios.tcgetattr(terminal)
     former = signal.signal(signal.SIGTERM, _end)
+    gone = terminal is None
 
-    def wait(seconds: float) -> set[str]:
-        if before is None:
+    def wait(seconds: float) -> bytes:
+        nonlocal gone
+        if terminal is None or gone:
             time.sleep(seconds)
-            return set()
-        ready, _, _ = select.select([keys], [], [], seconds)
-        return set(keys.read(1)) if ready else set()
+            return b""
+        ready, _, _ = select.select([terminal], [], [], seconds)
+        pressed = os.read(terminal, 1024) if ready else b""
+        gone = bool(ready) and not pressed  # the terminal has hung up
+        return pressed
 
     try:
-        if before is not None:
-            tty.setcbreak(keys, termios.TCSANOW)
+        if terminal is not None:
+            tty.setcbreak(terminal, termios.TCSANOW)
         yield wait
     finally:
         signal.signal(signal.SIGTERM, former)
-        if before is not None:
-            termios.tcsetattr(keys, termios.TCSANOW, before)
+        if terminal is not None and before is not None:
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def ends(pressed: bytes) -> bool:
+    """Whether keys mean the end: q, Ctrl-D, or Escape itself; arrows and the like send Escape with more."""
+    return pressed == _ESCAPE or (not pressed.startswith(_ESCAPE) and any(key in pressed for key in _QUIT_KEYS))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

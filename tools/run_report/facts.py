@@ -19,6 +19,7 @@ from hoist.tiers.small_files import Unusable, read_object
 from hoist.tiers.wear import WearRecord, read_wear
 from hoist.tools.inspection.looking import Inspection, inspect_store
 from hoist.tools.run_report.timeline import Timeline
+from hoist.tools.sizes import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ class RunFacts:
     """Everything that a report is made of."""
 
     directory: str
-    """The store as the user named it."""
+    """The store as the user named it; bytes that are no UTF-8 are written out."""
     made_at: float
     """When the facts were gathered; seconds since 1970."""
     store: StoreFacts
@@ -149,7 +150,7 @@ def gather(directory: Path) -> RunFacts:
     if found.damage:
         problems["damage"] = _sentence("; ".join(found.damage))
     return RunFacts(
-        directory=str(directory),
+        directory=str(directory).encode("utf-8", "backslashreplace").decode(),
         made_at=found.seen_at,
         store=_store(found),
         state=found.condition.value,
@@ -236,6 +237,10 @@ def _metrics(path: Path, problems: dict[str, str]) -> Recorded:
     if not recorded.steps:
         there = f"{path.name} has no step yet." if path.exists() else _missing(path.name, "what each step did")
         problems[path.name] = there
+    elif recorded.unread_bytes:
+        problems[path.name] = (
+            f"{path.name} is so long that the steps of its first {show_bytes(recorded.unread_bytes)} are left out."
+        )
     return recorded
 
 

@@ -133,7 +133,7 @@ def check_target(path: Path, store: Path, *, option: str) -> Path:
         target = path.resolve()
         if target.is_dir():
             raise ReportRefusedError(f"{option} {path}: is a directory; name a file in it")
-        if target.exists() and not target.is_file():
+        if path.exists() and not target.is_file():
             raise ReportRefusedError(f"{option} {path}: is no file; name one")
         if target.is_relative_to(store.resolve()):
             raise ReportRefusedError(f"{option} {path}: lies in the store; name a file outside of it")
