@@ -175,7 +175,7 @@ class Trainer:
         self._traced = None
         if trace is not None:
             self._traced = Traced(
-                trace, annotated, names=names, io_bytes=self._runtime.io_bytes, manager=self._manager
+                trace, annotated, names=names, io_bytes=self._runtime.io_bytes, held=self._manager.held_bytes
             )
         self._executor = Executor(self._traced or annotated)
         #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
