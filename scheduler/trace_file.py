@@ -1,4 +1,4 @@
-"""A trace as Chrome and Perfetto read it: a JSON array of events, written in batches, whole after each.
+"""A trace as Chrome and Perfetto read it: a JSON array of events, written in batches that can be read after each.
 
 What the events say is `trace.py`'s business. The format's reader forgives a missing end: a killed run leaves one.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from hoist.scheduler.errors import ConfigError
@@ -20,6 +21,10 @@ BASE_INTERVAL_SECONDS = 7_889_238
 _LEVEL = 5
 #: zlib's largest window, in gzip's frame.
 _GZIP_WINDOW = 31
+#: A microsecond's, as decimals: looked up in a third of the time that it takes to format them.
+_THOUSANDTHS = tuple(f".{number:03}" for number in range(1000))
+#: Between the array's events.
+_BETWEEN = ",\n"
 
 
 def base_nanoseconds(now_seconds: float) -> int:
@@ -49,18 +54,25 @@ class TraceFile:
         self.path = path
         #: Events' times are counted from here.
         self.base_nanoseconds = base_nanoseconds(time.time())
-        #: Unbuffered, so that what a batch holds is in the file once it is written, whatever becomes of the process.
+        #: Unbuffered: what is written is in the file, whatever becomes of the process.
         self._raw: io.RawIOBase = path.open("wb", buffering=0)
         #: Makes a gzip file of what is written; None: it stays as it is.
         self._packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW) if path.suffix == ".gz" else None
         self._empty = True
+        #: Of events so far, before they are compressed.
+        self.num_bytes = 0
 
     def write(self, events: list[str]) -> None:
-        """Append events, each a JSON object. Raises OSError."""
+        """Append events, each a JSON object, or several from one of the forms below. Raises OSError."""
         if events:
-            text = ("[\n" if self._empty else ",\n") + ",\n".join(events)
+            text = ("[\n" if self._empty else _BETWEEN) + _BETWEEN.join(events)
             self._empty = False
             self._put(text.encode())
+
+    def end_batch(self) -> None:
+        """What was written can be read from now on, whatever becomes of the process. Raises OSError."""
+        if self._packer is not None:
+            self._write_all(self._packer.flush(zlib.Z_SYNC_FLUSH))
 
     def close(self) -> None:
         """End the array. Idempotent. Raises OSError, closed all the same."""
@@ -76,9 +88,12 @@ class TraceFile:
         self._raw.close()
 
     def _put(self, data: bytes, *, last: bool = False) -> None:
+        self.num_bytes += len(data)
         if self._packer is not None:
-            # To a boundary up to which everything can be unpacked.
-            data = self._packer.compress(data) + self._packer.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
+            data = self._packer.compress(data) + (self._packer.flush() if last else b"")
+        self._write_all(data)
+
+    def _write_all(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[self._raw.write(rest) or 0 :]
@@ -86,7 +101,7 @@ class TraceFile:
 
 def micros(nanoseconds: int) -> str:
     """A time or duration in microseconds, to the nanosecond."""
-    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03}"
+    return f"{nanoseconds // 1000}{_THOUSANDTHS[nanoseconds % 1000]}"
 
 
 def complete_event(
@@ -99,18 +114,28 @@ def complete_event(
     )
 
 
-def flow_events(*, number: int, process: int, tail: tuple[int, int], head: tuple[int, int]) -> tuple[str, str]:
-    """An arrow from one slice to another; ``tail`` and ``head`` are a track and a time within the slice there."""
-    common = f'"name":"waits for","cat":"dependency","id":{number},"pid":{process}'
-    return (
-        f'{{"ph":"s",{common},"tid":{tail[0]},"ts":{micros(tail[1])}}}',
-        f'{{"ph":"f","bp":"e",{common},"tid":{head[0]},"ts":{micros(head[1])}}}',
+def op_form(*, name: str, category: str, process: int, args: str) -> str:
+    """An op's slice, but for its track, start and duration (both as :func:`micros` says) and step, in this order.
+
+    For the ``%`` operator. ``args`` is the inside of a JSON object.
+    """
+    head = f'{{"ph":"X","name":{json.dumps(name)},"cat":"{category}","pid":{process},"tid":'.replace("%", "%%")
+    return head + '%d,"ts":%s,"dur":%s,"args":{' + args.replace("%", "%%") + ',"step":%d}}'
+
+
+def arrow_form(process: int) -> str:
+    """Both events of an arrow from one slice to another, for the ``%`` operator: the arrow's number, track and time
+    within the slice there, of its tail and then of its head.
+    """
+    common = f'"name":"waits for","cat":"dependency","id":%d,"pid":{process},"tid":%d,"ts":%s}}'
+    return f'{{"ph":"s",{common}{_BETWEEN}{{"ph":"f","bp":"e",{common}'
+
+
+def counters_form(process: int, names: Sequence[str]) -> str:
+    """Some counters' values from a time on, for the ``%`` operator: of each the time and the value."""
+    return _BETWEEN.join(
+        f'{{"ph":"C","name":"{name}","pid":{process},"ts":%s,"args":{{"value":%d}}}}' for name in names
     )
-
-
-def counter_event(*, name: str, process: int, at: int, value: int) -> str:
-    """A counter's value from a time on."""
-    return f'{{"ph":"C","name":"{name}","pid":{process},"ts":{micros(at)},"args":{{"value":{value}}}}}'
 
 
 def name_events(process: int, track: int, name: str, order: int) -> list[str]:

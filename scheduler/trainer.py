@@ -177,7 +177,7 @@ class Trainer:
         self._traced = None
         if trace is not None:
             self._traced = Traced(
-                trace, annotated, names=names, io_bytes=self._op_bytes.num_bytes, manager=self._manager
+                trace, annotated, names=names, io_bytes=self._op_bytes.num_bytes, held=self._manager.held_bytes
             )
         self._executor = Executor(self._traced or annotated)
         self._plans = StepPlans(self._setup, config)

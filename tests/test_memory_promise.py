@@ -175,7 +175,9 @@ def smallest_task(directory: Path, *, layers: int) -> Task:
     return Task(directory=str(directory), hidden=256, layers=layers, vocab=4096, steps=2)
 
 
-@pytest.mark.parametrize("layers", [16, 64])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(16, marks=pytest.mark.slow), 48, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_the_smallest_budget_does_not_depend_on_the_number_of_layers(
     directory: Path, with_four_layers: tuple[Used, int], layers: int
 ) -> None:

@@ -387,10 +387,11 @@ class Manager:
         with self._lock:
             return self._state(item, self._records.get(item))
 
-    def resident_bytes(self) -> dict[Tier, int]:
-        """Bytes of items per tier now, as in :meth:`statistics`; cheap enough to be asked after every op."""
-        with self._lock:
-            return dict(self._held)
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of items now, in the tiers' order; for every op's end, so without the lock: tiers between which an item
+        moves may be seen before and after it, and each has held what is said of it.
+        """
+        return tuple(self._held.values())
 
     def table(self) -> tuple[Residency, ...]:
         """Every item that is in a buffer or in scratch; weights and states that are not listed are on NVMe alone."""

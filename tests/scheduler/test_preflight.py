@@ -70,14 +70,14 @@ def run_bytes(trainer: Trainer, num_steps: int) -> tuple[int, int]:
     [
         ("llama", Recipe(), Engine()),
         ("llama", Recipe(), Engine(plan="horizontal")),
-        ("gpt2", Recipe(), Engine(delay=0.5)),
+        pytest.param("gpt2", Recipe(), Engine(delay=0.5), marks=pytest.mark.slow),
         ("llama", Recipe(), Engine(delay=1.0, budget_factor=1.3)),
-        ("llama", Recipe(), Engine(budget_factor=3.0, residency=0.4)),
+        pytest.param("llama", Recipe(), Engine(budget_factor=3.0, residency=0.4), marks=pytest.mark.slow),
         ("gpt2", Recipe(), Engine(budget_factor=50.0, residency=1.0)),
         ("llama", Recipe(), Engine(plan="horizontal", delay=0.5, budget_factor=2.0, residency=0.5)),
-        ("llama", FROZEN, Engine()),
+        pytest.param("llama", FROZEN, Engine(), marks=pytest.mark.slow),
         ("llama", replace(FROZEN, frozen_dtype="bfloat16", clip_norm=1e9), Engine(pin_trained=True)),
-        ("llama", FROZEN, Engine(budget_factor=50.0, residency=1.0)),
+        pytest.param("llama", FROZEN, Engine(budget_factor=50.0, residency=1.0), marks=pytest.mark.slow),
         ("gemma2", replace(CLIPPED, attention="eager"), Engine()),
         ("llama", CLIPPED, Engine(clip_mode="speculative", delay=0.5)),
         ("llama", CLIPPED, Engine(clip_mode="speculative", budget_factor=4.0, residency=0.6)),
@@ -129,7 +129,7 @@ def test_a_prediction_adds_up(engine: Engine, tmp_path: Path) -> None:
     assert document.keys() >= needed | {"write_bytes_per_second", "compute_seconds", "io_seconds", "limit_seconds"}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_training_after_a_prediction_has_the_same_bits(family: str, tmp_path: Path) -> None:
     """Losses, weights and moments, of a model with dropout too; torch's own generator goes on where it was."""
     steps = make_steps(2, 2)

@@ -193,7 +193,7 @@ def _be_killed(directory: Path, path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("name", [pytest.param("trace.json", marks=pytest.mark.slow), "trace.json.gz"])
 def test_a_killed_run_leaves_a_trace(name: str, tmp_path: Path) -> None:
     code, _ = run_in_process(_be_killed, tmp_path / "store", tmp_path / name)
     assert code == -signal.SIGKILL

@@ -24,7 +24,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+#: What each of these adds is in "speculative", "kept" or "horizontal" too.
+_SLOW = {"spilled", "roomy", "delayed"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in SETTINGS]
+)
 def test_a_step_writes_what_was_said(tmp_path: Path, name: str) -> None:
     engine = replace(SETTINGS[name], commit_every=10**6)
     speculates = name == "speculative"

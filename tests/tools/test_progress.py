@@ -216,7 +216,7 @@ def test_a_pipe_has_no_carriage_returns_and_no_bar(job: Job, capfd: pytest.Captu
         assert "\r" not in ended.out and "\x1b" not in ended.out
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_quiet_commands_say_what_was_asked_for(
     before: bool, job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,7 +240,7 @@ def test_quiet_commands_say_what_was_asked_for(
     assert hoist(capfd, "snapshot", job.store, "loud").out  # the next command is not
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_log_levels(before: bool, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
     def run(level: str, *arguments: object) -> Result:
         option = ["--log-level", level]

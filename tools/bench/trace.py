@@ -1,7 +1,8 @@
 """What a trace costs: python -m hoist.tools.bench.trace --directory /nvme
 
 Two trainers of the same model, one with a trace and one without, take turns, a step each, and then in the other order.
-Wall time varies with the machine; processor time, of all threads and of the one that writes, says what the trace adds.
+Wall time varies with the machine; the processor time of noting an op, measured alone, and of making and writing its
+events, measured in these steps, hardly does.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.scheduler.annotate import OpNames
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.executor import Done, Handler
+from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.models import build_model
+from hoist.scheduler.ops import Lane, Op
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
+from hoist.scheduler.step_plans import steady_plan
 from hoist.scheduler.trace import Trace
+from hoist.scheduler.traced import Traced
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.manager import Tier
 from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes, show_bytes
 
@@ -58,6 +66,47 @@ class Result:
     """Processor time of all threads, the same way."""
     processor_quartiles: tuple[float, float]
     trace_bytes_per_step: int
+    ops_per_step: int
+    events_per_step: int
+    """Slices, ends of arrows, values of counters."""
+    noting_op_seconds: float
+    """Processor time that noting adds to an op on its lane, alone on the machine."""
+    writing_op_seconds: float
+    """Processor time, in the thread that writes, of an op's events."""
+
+
+class _Nothing:
+    """Ops that do nothing."""
+
+    def run(self, op: Op, step: int) -> None:
+        return
+
+    def start(self, op: Op, step: int, done: Done) -> None:
+        done(None)
+
+
+def noting_seconds(linked: LinkedPlan, names: OpNames, path: Path, *, num_steps: int = 20) -> float:
+    """Processor time that noting adds to an op of a plan whose ops do nothing: median over some steps."""
+    held = dict.fromkeys(Tier, 0)
+
+    def taken(handler: Handler, step: int) -> float:
+        began = time.thread_time()
+        for op in linked.plan.ops:
+            if op.lane is Lane.IO:
+                handler.start(op, step, lambda error: None)
+            else:
+                handler.run(op, step)
+        return time.thread_time() - began
+
+    found = []
+    with Trace(path) as trace:
+        plain = _Nothing()
+        traced = Traced(trace, plain, names=names, io_bytes=lambda op: 1, held=lambda: tuple(held.values()))
+        for step in range(num_steps):
+            traced.begin(linked, step)
+            found.append(taken(traced, step) - taken(plain, step))
+            trace.flush()
+    return statistics.median(found) / len(linked.plan.ops)
 
 
 def measure(
@@ -94,7 +143,7 @@ def measure(
         )
         _step(plain, next(feed), None)
         _step(traced, next(feed), trace)
-        before_bytes = path.stat().st_size
+        before, before_events = trace.statistics(), _num_events(path)
         without: list[_Times] = []
         with_it: list[_Times] = []
         for pair in range(pairs):
@@ -104,7 +153,12 @@ def measure(
             with_it.append(_step(traced, batch, trace))
             if not pair % 2:
                 without.append(_step(plain, batch, None))
-        trace_bytes = path.stat().st_size - before_bytes
+        after, num_events = trace.statistics(), _num_events(path) - before_events
+        staged = split(build_model(config))
+        setup = prepare(staged, lay_out_stages(staged), options)
+        linked = link(steady_plan(setup, options))
+        pieces = [layout.pieces(setup.memory.piece_elements) for layout in setup.layouts]
+        noting = noting_seconds(linked, OpNames([each.name for each in setup.layouts], pieces), folder / "alone.json")
     wall = [theirs.seconds / own.seconds for theirs, own in zip(with_it, without, strict=True)]
     processor = [theirs.processor_seconds / own.processor_seconds for theirs, own in zip(with_it, without, strict=True)]
     return Result(
@@ -115,8 +169,17 @@ def measure(
         ratio_quartiles=_quartiles(wall),
         processor_ratio=statistics.median(processor),
         processor_quartiles=_quartiles(processor),
-        trace_bytes_per_step=trace_bytes // pairs,
+        trace_bytes_per_step=(after.num_bytes - before.num_bytes) // pairs,
+        ops_per_step=len(linked.plan.ops),
+        events_per_step=num_events // pairs,
+        noting_op_seconds=noting,
+        writing_op_seconds=(after.processor_seconds - before.processor_seconds) / pairs / len(linked.plan.ops),
     )
+
+
+def _num_events(path: Path) -> int:
+    """Of a file that has no end yet: one a line, after the first."""
+    return path.read_bytes().count(b"\n")
 
 
 @contextmanager
@@ -157,7 +220,15 @@ def show(result: Result) -> None:
     console = Console()
     console.print(
         f"a step: {result.plain_seconds:.3f} s without a trace, {result.traced_seconds:.3f} s with one "
-        f"(medians of {result.num_pairs}); the trace has {show_bytes(result.trace_bytes_per_step)} a step",
+        f"(medians of {result.num_pairs}); the trace has {show_bytes(result.trace_bytes_per_step)} a step, "
+        f"{result.events_per_step} events of {result.ops_per_step} ops",
+        highlight=False, soft_wrap=True,
+    )
+    own, theirs = 1e6 * result.noting_op_seconds, 1e6 * result.writing_op_seconds
+    share = result.events_per_step / result.ops_per_step
+    console.print(
+        f"processor time: noting {own:.1f} us an op ({own / share:.2f} an event), alone; "
+        f"writing {theirs:.1f} us an op ({theirs / share:.2f} an event)",
         highlight=False, soft_wrap=True,
     )
     for what, ratio, (low, high) in (
