@@ -239,6 +239,10 @@ def test_a_picture_is_one_file(
     assert "#009e73" in svg
     missing = tmp_path / "missing" / "view.svg"
     assert f"{missing}: No such file" in hoist(capfd, "inspect", thousand.view.directory, "--svg", missing).failure()
+    within = thousand.view.directory / "view.svg"
+    result = hoist(capfd, "inspect", thousand.view.directory, "--svg", within)
+    assert (result.code, within.exists()) == (2, False)
+    assert "lies in the store; name a file outside of it" in result.err
 
 
 def test_a_screen_is_never_higher_than_the_terminal(thousand: Inspection) -> None:

@@ -50,6 +50,10 @@ def inspect_command(
         from hoist.scheduler.errors import ConfigError
 
         raise ConfigError("inspect: give one of --tensor, --diff, --watch and --svg")
+    if svg is not None and svg.resolve().is_relative_to(store.resolve()):
+        from hoist.scheduler.errors import ConfigError
+
+        raise ConfigError(f"--svg {svg}: lies in the store; name a file outside of it")
     if tensor or diff is not None:
         return _look_inside(store, tensor or [], diff, show_all, as_json)
     return _inspect(store, watch, every, show_all, as_json, svg)
