@@ -178,11 +178,14 @@ def test_nothing_in_a_store_is_a_pickle(tmp_path: Path, model: Path) -> None:
     code, losses = run_in_process(_resume_without_pickle, tmp_path / "store")
     assert (code, losses) == (0, whole[1:])
     names = [path.relative_to(tmp_path / "store") for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    plain = [name for name in names if name.suffix in (".json", ".bin") or name.name == "LOCK" or "c" in name.parts]
+    kinds = (".json", ".jsonl", ".bin")
+    plain = [name for name in names if name.suffix in kinds or name.name == "LOCK" or "c" in name.parts]
     assert sorted(plain) == sorted(names)
     for name in names:
         if name.suffix == ".json":
             json.loads((tmp_path / "store" / name).read_text())
+        if name.suffix == ".jsonl":
+            assert all(map(json.loads, (tmp_path / "store" / name).read_text().splitlines()))
 
 
 def _end(store: Path, model: Path, how: str) -> None:
