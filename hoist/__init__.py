@@ -34,7 +34,9 @@ _HOMES = {
     "TrainerConfig": "hoist.scheduler.config",
     "choose_engine": "hoist.tiers.io",
     "export_store": "hoist.tools.export",
+    "inspect_store": "hoist.tools.inspection.looking",
     "open_trainer": "hoist.tools.opening",
+    "read_metrics": "hoist.scheduler.metrics_log",
     "read_tensor": "hoist.tools.read_tensor",
     "stage_modules": "hoist.scheduler.module_stages",
 }
@@ -43,12 +45,14 @@ if TYPE_CHECKING:
     from hoist.optim import AdamWHyperparameters, Schedule
     from hoist.scheduler.config import TrainerConfig
     from hoist.scheduler.metrics import EvalMetrics, StepMetrics
+    from hoist.scheduler.metrics_log import read_metrics
     from hoist.scheduler.module_stages import stage_modules
     from hoist.scheduler.trainer import Trainer
     from hoist.tiers.errors import HoistError
     from hoist.tiers.io import choose_engine
     from hoist.tiers.store import Store
     from hoist.tools.export import export_store
+    from hoist.tools.inspection.looking import inspect_store
     from hoist.tools.lora_options import LoraOptions
     from hoist.tools.opening import open_trainer
     from hoist.tools.read_tensor import read_tensor
@@ -79,7 +83,9 @@ __all__ = [
     "__version__",
     "choose_engine",
     "export_store",
+    "inspect_store",
     "open_trainer",
+    "read_metrics",
     "read_tensor",
     "stage_modules",
 ]

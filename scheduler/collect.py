@@ -67,7 +67,9 @@ class Collector:
         prediction: Mapping[str, Any] | None,
         wear: Callable[[], Mapping[str, Any] | None] | None,
     ) -> None:
-        """``step``: steps done so far. ``prediction`` and ``wear``: see :class:`RunStatus`."""
+        """``num_steps``: of the whole run; 0: not known. ``step``: steps done so far. ``prediction`` and ``wear``: see
+        :class:`RunStatus`.
+        """
         self._store = store
         self._engine = engine
         self._manager = manager
@@ -75,7 +77,8 @@ class Collector:
         self._sampler = sampler
         self._whereabouts = whereabouts
         self._budget_bytes = budget_bytes
-        self._num_steps = num_steps
+        #: None where the caller alone knows: a schedule without steps.
+        self._num_steps = num_steps or None
         self._interval_seconds = interval_seconds
         self._step = step
         self._prediction = prediction
@@ -193,7 +196,7 @@ class Collector:
         return Speed(
             seconds_per_step=mean,
             tokens_per_second=sum(tokens for _, tokens in history) / seconds,
-            eta_seconds=mean * max(0, self._num_steps - step),
+            eta_seconds=None if self._num_steps is None else mean * max(0, self._num_steps - step),
         )
 
     def _tiers(self, resident: Mapping[Tier, int], peak: Mapping[Tier, int]) -> dict[str, TierStatus]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hoist.optim.split import split
 from hoist.scheduler.errors import ModelError
+from hoist.scheduler.residency import WEIGHT_BYTES
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import Stage, StagedModel
 from hoist.tiers import checksum, heap
@@ -33,8 +34,6 @@ from hoist.tiers.store import Store
 Source = Callable[[Stage, Mapping[str, Tensor], Tensor], None]
 Progress = Callable[[str, int, int], None]
 
-#: Bytes that are written for a trained weight: both halves. Its moments begin as the zeros of a fresh file.
-WEIGHT_BYTES = 4
 #: Room in which a checkpoint's tensors can be staged while the former stage is written.
 _STAGING_BYTES = 64 * 1024
 
@@ -65,14 +64,20 @@ def create_store(
     """Create a store, fill it stage by stage from ``source`` and commit it as step 0.
 
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
-    and done and total bytes. ``extras`` is called with the directory for small files that belong beside the weights
-    (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises StoreRefusedError with nothing changed,
-    ModelError on weights that are not finite, whatever ``source`` raises, TransferError; after those the directory
-    holds no store that opens.
+    and done and total bytes, or zeros where nobody knows. ``extras`` is called with the directory for small files that
+    belong beside the weights (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises
+    StoreRefusedError with nothing changed, ModelError on weights that are not finite, whatever ``source`` raises,
+    TransferError; after those the directory holds no store that opens.
     """
 
     def report(what: str) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, total: progress(what, done, total)
+
+    def reserving(done: int, total: int) -> None:
+        assert progress is not None
+        progress("reserving space", done, total)
+        if done >= total:  # until the drive has the reservations, which nobody knows the length of
+            progress("waiting for the drive", 0, 0)
 
     store = Store.create(
         directory,
@@ -83,10 +88,12 @@ def create_store(
         scratch_bytes=setup.scratch_bytes,
         drives=drives,
         fresh=fresh,
-        progress=report("reserving space"),
+        progress=None if progress is None else reserving,
     )
     try:
         _fill(store, model, setup, store.counted(engine), source, report("writing weights"))
+        if progress is not None:
+            progress("committing", 0, 0)
         if extras is not None:
             folder = store.directory / MODEL_DIRECTORY
             extras(folder)
@@ -110,6 +117,7 @@ def _fill(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     places = setup.places()
+    # both halves of a trained weight; its moments begin as the zeros of a fresh file
     total = sum(WEIGHT_BYTES * layout.num_elements + layout.frozen_bytes for layout in setup.layouts)
     done = 0
     # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages

@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 
 from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.plan import Buffers
-from hoist.scheduler.residency import Candidate, Kept, kept_of
+from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES, Candidate, Kept, kept_of
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 
 #: Bytes an element takes in a staging slot: weight_hi and weight_lo.
 STAGING_BYTES = 4
 #: Bytes an element takes in a state slot: weight_hi, weight_lo, exp_avg, exp_avg_sq.
-STATE_BYTES = 12
+STATE_BYTES = WEIGHT_BYTES + MOMENT_BYTES
 #: Bytes an element of a gradient takes.
 GRADIENT_BYTES = 4
 #: Smallest piece that is chosen (elements): below this, requests are too small for a drive.

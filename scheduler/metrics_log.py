@@ -177,7 +177,7 @@ class Recorded:
     """One an evaluation, in order; each has ``step`` and ``eval_loss``."""
 
 
-def read_metrics(path: Path) -> Recorded:
+def read_metrics(path: str | Path) -> Recorded:
     """Read a file of metrics; a file that is not there has none. Lines that are no record are passed over.
 
     A run that crashed, or was brought back to an earlier commit, does steps again: a line for a step replaces what was
@@ -186,6 +186,7 @@ def read_metrics(path: Path) -> Recorded:
     steps: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[int, Mapping[str, Any]] = {}
     newest = -1
+    path = Path(path)
     try:
         file = path.open("rb")
     except FileNotFoundError:

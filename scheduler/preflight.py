@@ -17,26 +17,32 @@ from hoist.scheduler import advice
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane
-from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.pricing import Prices, Times
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.simulate import Costs, Machine, bounds
 from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.step_plans import steady_plan, step_plan
 from hoist.scheduler.timing import Progress, measure
+from hoist.tiers.allocation import free_bytes
 from hoist.tiers.dealing import measured_bytes
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.io.probe import measure_bandwidth
+from hoist.tiers.io.probe import measure_steady
 from hoist.tiers.layout import round_up
 
-#: Most that the drive's measurement writes, and reads back twice.
-DRIVE_BYTES = 192 * 2**20
+#: Most bytes of the file that a drive is measured with, and what is always measured; in between an eighth of what a
+#: slot of the store holds. It is written twice.
+DRIVE_BYTES, _LEAST_BYTES = 64 * 2**20, 16 * 2**20
+#: It may be told to have less, but not less than this: fewer requests say nothing.
+_FEWEST_BYTES = 2**20
+#: The file takes no more of what the drive has free than one part in so many.
+_ROOM_PARTS = 8
+#: Longest that writing it once, writing it again, and reading it take, for all drives together.
+_PHASE_SECONDS = 0.4
 #: Requests in flight, as many as two optimizer pieces make.
 DRIVE_REQUESTS = 8
 #: Most of them all together (bytes), and the least of one.
 _IN_FLIGHT_BYTES, _LEAST_REQUEST = 32 * 2**20, 64 * 1024
 _PAGE_BYTES = 4096
-#: Requests of a page that are timed one after another.
-_LATENCY_PAGES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +67,11 @@ class DriveSpeed:
     """Of a request of one page: through the engine's threads and back."""
     cpu_seconds_per_byte: float
     """Processor time for a byte that is moved."""
+    measured_bytes: int
+    """Of the file that it was measured with, written twice and read; with several drives, of the smallest."""
+    request_bytes: int
+    requests_in_flight: int
+    """Of so many bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,14 +146,16 @@ def predict(
     engine: IoEngine,
     drives: Sequence[DrivePlace],
     progress: Progress = lambda what, done, total: None,
+    most_bytes: int = DRIVE_BYTES,
 ) -> tuple[Prediction, Measured]:
     """Measure, then predict: before a trainer is made on ``model``, and while nothing else runs.
 
-    Takes a few seconds, and no more memory than the run. Makes a temporary file in each of ``drives``, and removes it.
-    Raises StoreRefusedError where none can be made, what a stage raises, and ConfigError while a trainer is open.
+    ``most_bytes``: of the file that a drive is measured with, 1 MiB at least. Takes a few seconds, and no more memory
+    than the run. Makes a temporary file in each of ``drives``, and removes it. Raises StoreRefusedError where none can
+    be made, what a stage raises, and ConfigError while a trainer is open.
     """
-    progress("measuring the drive", 0, 1)
-    drive = measure_drives(setup, engine, drives)
+    progress("measuring the drive", 0, 0)
+    drive = measure_drives(setup, engine, drives, most_bytes=most_bytes)
     times = measure(model, setup, config, progress=progress)
     measured = Measured(
         times=times,
@@ -154,38 +167,38 @@ def predict(
     return priced(setup, config, measured, tokens=model.batches.num_tokens(model.batches.largest(config))), measured
 
 
-def measure_drives(setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace]) -> DriveSpeed:
+def measure_drives(
+    setup: Setup, engine: IoEngine, drives: Sequence[DrivePlace], *, most_bytes: int = DRIVE_BYTES
+) -> DriveSpeed:
     """How fast the drives are with requests like the plan's, one after another; all together as their shares say.
 
-    The slowest in relation to its share sets the pace. Raises StoreRefusedError, TransferError.
+    The slowest in relation to its share sets the pace. Takes about two seconds at most, on slow drives less than
+    ``most_bytes``. Raises StoreRefusedError, TransferError.
     """
     request_bytes = _request_bytes(setup, engine)
     most = max(1, min(_IN_FLIGHT_BYTES, setup.memory.need_bytes // 2) // request_bytes)
     in_flight = min(DRIVE_REQUESTS, most)
-    num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
     found = []
     for drive in drives:
-        full = measure_bandwidth(
-            drive.directory, engine, num_bytes=num_bytes, request_bytes=request_bytes, in_flight=in_flight
-        )
-        alone = measure_bandwidth(
-            drive.directory, engine, num_bytes=num_bytes // 4, request_bytes=request_bytes, in_flight=1
-        )
-        page = measure_bandwidth(
-            drive.directory, engine, num_bytes=_LATENCY_PAGES * _PAGE_BYTES, request_bytes=_PAGE_BYTES, in_flight=1
-        )
-        latency_seconds = _PAGE_BYTES / page.read_bytes_per_second
-        moving_seconds = request_bytes / alone.read_bytes_per_second - latency_seconds
-        filling = full.read_bytes_per_second * moving_seconds / request_bytes
-        found.append((drive.share, full, max(1.0, filling), latency_seconds))
-    slowest_read = min(full.read_bytes_per_second / share for share, full, _, _ in found if share)
-    slowest_write = min(full.write_bytes_per_second / share for share, full, _, _ in found if share)
+        room = free_bytes(drive.directory) // _ROOM_PARTS
+        speed = measure_steady(
+            drive.directory, engine, num_bytes=min(_file_bytes(setup, most_bytes), room), request_bytes=request_bytes,
+            in_flight=in_flight, seconds=_PHASE_SECONDS / len(drives),
+        )  # fmt: skip
+        moving_seconds = max(0.0, request_bytes / speed.alone_read_bytes_per_second - speed.page_read_seconds)
+        filling = speed.read_bytes_per_second * moving_seconds / request_bytes
+        found.append((drive.share, speed, max(1.0, filling)))
+    slowest_read = min(full.read_bytes_per_second / share for share, full, _ in found if share)
+    slowest_write = min(full.write_bytes_per_second / share for share, full, _ in found if share)
     return DriveSpeed(
         read_bytes_per_second=slowest_read,
         write_bytes_per_second=slowest_write,
-        filling_requests=min(float(in_flight), sum(filling for _, _, filling, _ in found)),
-        latency_seconds=max(latency_seconds for _, _, _, latency_seconds in found),
-        cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _, _ in found),
+        filling_requests=min(float(in_flight), sum(filling for _, _, filling in found)),
+        latency_seconds=max(full.page_read_seconds for _, full, _ in found),
+        cpu_seconds_per_byte=sum(share * full.cpu_seconds_per_byte for share, full, _ in found),
+        measured_bytes=min(full.measured_bytes for _, full, _ in found),
+        request_bytes=request_bytes,
+        requests_in_flight=min(in_flight, min(full.measured_bytes for _, full, _ in found) // request_bytes),
     )
 
 
@@ -193,19 +206,24 @@ def _request_bytes(setup: Setup, engine: IoEngine) -> int:
     return round_up(max(_LEAST_REQUEST, min(engine.part_bytes, 4 * setup.memory.piece_elements)), _PAGE_BYTES)
 
 
-def probed_bytes(setup: Setup, engine: IoEngine) -> int:
-    """What :func:`measure_drives` writes to each drive; it reads twice as much."""
+def _file_bytes(setup: Setup, most_bytes: int) -> int:
+    """What a drive is measured with: little beside what a step writes, but enough to be measured."""
+    slot_bytes = measured_bytes(setup.layouts, most=8 * DRIVE_BYTES)
+    return min(slot_bytes, max(_LEAST_BYTES, slot_bytes // 8), max(most_bytes, _FEWEST_BYTES))
+
+
+def probed_bytes(setup: Setup, engine: IoEngine, most_bytes: int = DRIVE_BYTES) -> int:
+    """The most that :func:`measure_drives` writes to each drive."""
     request_bytes = _request_bytes(setup, engine)
-    num_bytes = min(DRIVE_BYTES, measured_bytes(setup.layouts, most=DRIVE_BYTES))
-    return sum(request_bytes * max(1, -(-each // request_bytes)) for each in (num_bytes, num_bytes // 4))
+    return 2 * request_bytes * max(1, -(-_file_bytes(setup, most_bytes) // request_bytes))
 
 
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:
     """The prediction for a run with these buffers. ``tokens``: of a micro-batch. Pure, but for the time it takes."""
-    linked = steady_plan(setup, config)
+    linked = link(steady_plan(setup, config))
     prices = Prices(setup, part_bytes=measured.part_bytes)
     costs = prices.costs(linked, measured.times)
-    cold_read_bytes, _ = prices.bytes_of(step_plan(setup, config, cold=True, pending=False).plan.ops)
+    cold_read_bytes, _ = prices.bytes_of(step_plan(setup, config, cold=True, pending=False).ops)
     found = bounds(linked, costs, _machine(costs, measured))
     of_lane = {lane: _lane_seconds(linked, costs, lane) for lane in (Lane.COMPUTE, Lane.OPTIM, Lane.COPY)}
     step = found.step
@@ -234,21 +252,6 @@ def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: i
         num_simulated_steps=step.num_steps,
     )
     return replace(prediction, advice=_advice(prediction, setup, config, linked)) if advise else prediction
-
-
-def steady_plan(setup: Setup, config: TrainerConfig) -> LinkedPlan:
-    """The plan of every step but a run's first."""
-    shapes = setup.shapes()
-    delays = config.speculates or any(
-        first < shape.num_pieces for first, shape in zip(setup.delayed_from, shapes, strict=True)
-    )
-    return step_plan(setup, config, cold=False, pending=delays)
-
-
-def step_plan(setup: Setup, config: TrainerConfig, *, cold: bool, pending: bool) -> LinkedPlan:
-    """A full step's plan, as the trainer makes it."""
-    make = vertical if config.plan == "vertical" else horizontal
-    return link(make(setup.shapes(), config.num_micro_batches, setup.buffers(), cold=cold, pending=pending))
 
 
 def _machine(costs: Costs, measured: Measured) -> Machine:

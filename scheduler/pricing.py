@@ -1,7 +1,7 @@
 """What each op of a plan moves and takes, from a run's buffers and what was measured: the simulator's input.
 
-Bytes are exact, a test compares them with what runs move; seconds are as good as `timing.py`'s measurements. Nothing is
-measured here, and no result of a run depends on it.
+Bytes are `op_bytes.py`'s; seconds are as good as `timing.py`'s measurements. Nothing is measured here, and no result of
+a run depends on it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoist.scheduler.link import LinkedPlan
-from hoist.scheduler.memory import GRADIENT_BYTES
+from hoist.scheduler.op_bytes import Moved, OpBytes
 from hoist.scheduler.ops import Kind, Lane, Op
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.simulate import Costs
-from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import Piece
 
 
@@ -55,14 +54,7 @@ class Times:
     """Of that, computation's share."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """Bytes that an I/O op moves, and in how many requests."""
-
-    read: int = 0
-    written: int = 0
-    requests: tuple[int, ...] = ()
-    """Bytes of each."""
+_NOTHING = Moved()
 
 
 class Prices:
@@ -72,15 +64,12 @@ class Prices:
         """``part_bytes``: longer requests are cut into parts by the engine."""
         self._setup = setup
         self._part_bytes = part_bytes
-        elements = setup.memory.piece_elements
-        self._pieces: list[tuple[Piece, ...]] = [layout.pieces(elements) for layout in setup.layouts]
-        kept = setup.memory.kept
-        self._kept_weights, self._kept_moments = kept.weights, kept.moments
+        self._op_bytes = OpBytes(setup)
 
     def costs(self, linked: LinkedPlan, times: Times) -> Costs:
         """What each op of a plan takes."""
         ops = linked.plan.ops
-        moved = [self.moved(op) if op.lane is Lane.IO else _NOTHING for op in ops]
+        moved = [self._moved(op) for op in ops]
         first: set[int] = set()
         seconds: list[float] = []
         begins = False  # the visit's first computation is still to come
@@ -98,57 +87,19 @@ class Prices:
             seconds.append(work + handing_over)
         return Costs(
             seconds=seconds,
-            read_bytes=[each.read for each in moved],
-            written_bytes=[each.written for each in moved],
-            parts=[sum(-(-size // self._part_bytes) for size in each.requests) for each in moved],
+            read_bytes=[each.read_bytes for each in moved],
+            written_bytes=[each.written_bytes for each in moved],
+            parts=[sum(-(-size // self._part_bytes) for size in each.request_bytes) for each in moved],
         )
 
     def bytes_of(self, ops: Sequence[Op]) -> tuple[int, int]:
         """Bytes that some ops read and write, if every tensor gets a gradient and no update is made again."""
-        moved = [self.moved(op) for op in ops if op.lane is Lane.IO]
-        return sum(each.read for each in moved), sum(each.written for each in moved)
+        moved = [self._moved(op) for op in ops]
+        return sum(each.read_bytes for each in moved), sum(each.written_bytes for each in moved)
 
-    # ------------------------------------------------------------------ bytes
-
-    def moved(self, op: Op) -> Moved:
-        """What an I/O op moves. Updates that may have to be made again are taken as not needed."""
-        setup = self._setup
-        if op.redo:
-            return _NOTHING
-        if op.kind in (Kind.SPILL_ACTIVATION, Kind.FETCH_ACTIVATION):
-            size = setup.memory.demand.activation_bytes
-            return _written(size) if op.kind is Kind.SPILL_ACTIVATION else _read(size)
-        if op.kind in (Kind.SPILL_GRADIENT, Kind.FETCH_GRADIENT):
-            size = setup.memory.demand.stages[op.stage].gradients
-            return _written(size) if op.kind is Kind.SPILL_GRADIENT else _read(size)
-        if op.kind is Kind.READ_FROZEN:
-            return _read(*(part.num_bytes for part in setup.frozen[op.stage].ranges))
-        piece = self._piece(op)
-        count = piece.num_elements
-        if op.kind is Kind.READ_WEIGHTS:
-            return _read(*(array.itemsize * count for array in WEIGHT_ARRAYS))
-        if op.kind is Kind.STASH_GRADIENT:
-            return _written(GRADIENT_BYTES * count)
-        if op.kind is Kind.READ_KEPT:
-            return _read(*(array.itemsize * count for array in self._kept(op.stage, piece.chunk)))
-        stored = [array.itemsize * count for array in self._stored(op.stage, piece.chunk)]
-        if op.kind is Kind.WRITE_STATES:
-            return _written(*stored)
-        if op.kind is Kind.READ_STATES:
-            return _read(*stored, *([GRADIENT_BYTES * count] if op.stashed else []))
-        raise ValueError(f"{op}: is no I/O")
-
-    def _piece(self, op: Op) -> Piece:
-        return self._pieces[op.stage if op.owner < 0 else op.owner][op.piece]
-
-    def _kept(self, stage: int, chunk: int) -> tuple[StateArray, ...]:
-        if chunk in self._kept_moments[stage]:
-            return tuple(StateArray)
-        return tuple(WEIGHT_ARRAYS) if chunk in self._kept_weights[stage] else ()
-
-    def _stored(self, stage: int, chunk: int) -> list[StateArray]:
-        kept = self._kept(stage, chunk)
-        return [array for array in StateArray if array not in kept]
+    def _moved(self, op: Op) -> Moved:
+        """What an op moves; updates that may have to be made again are taken as not needed."""
+        return _NOTHING if op.redo or op.lane is not Lane.IO else self._op_bytes.of(op)
 
     # ------------------------------------------------------------------ seconds
 
@@ -167,14 +118,14 @@ class Prices:
         if op.kind is Kind.NORM:
             return times.norm_seconds * self._setup.layouts[op.stage].num_elements
         if op.kind is Kind.MERGE:
-            return times.merge_seconds * self._merged(op.stage, op.owner, self._piece(op))
+            return times.merge_seconds * self._merged(op.stage, op.owner, self._op_bytes.piece(op))
         if op.kind is Kind.WIDEN:
             return times.merge_seconds * sum(
                 tensor.placed.spec.num_elements for tensor in self._setup.frozen[op.stage].tensors
             )
         if op.kind is Kind.UPDATE and not op.redo:
-            piece = self._piece(op)
-            written = sum(array.itemsize for array in self._stored(op.stage, piece.chunk))
+            piece = self._op_bytes.piece(op)
+            written = sum(array.itemsize for array in self._op_bytes.stored_arrays(op.stage, piece.chunk))
             merged = sum(self._merged(user, op.stage, piece) for user in op.refresh)
             merged += piece.num_elements if op.fill else 0
             return (
@@ -195,14 +146,3 @@ class Prices:
             for lent in self._setup.borrowed[stage]
             if lent.owner == owner
         )
-
-
-_NOTHING = Moved()
-
-
-def _read(*sizes: int) -> Moved:
-    return Moved(read=sum(sizes), requests=sizes)
-
-
-def _written(*sizes: int) -> Moved:
-    return Moved(written=sum(sizes), requests=sizes)

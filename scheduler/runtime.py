@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,17 +20,17 @@ from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Done
 from hoist.scheduler.head_loss import HeadLoss
-from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers
 from hoist.scheduler.read_check import ReadCheck
+from hoist.scheduler.scratch import Scratch, ScratchPlace
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple
 from hoist.scheduler.step_state import StepState
 from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
 from hoist.tiers.errors import TransferError
-from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
+from hoist.tiers.format import WEIGHT_ARRAYS
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
 from hoist.tiers.manager import Item, ItemKind, Manager, State
@@ -75,6 +74,7 @@ class Runtime:
         store: Store,
         engine: IoEngine,
         places: Places,
+        scratch: Scratch,
         manager: Manager,
         buffers: Buffers,
         piece_elements: int,
@@ -112,6 +112,7 @@ class Runtime:
             no_decay_norms=no_decay_norms,
             clip_norm=clip_norm,
             adam_steps=adam_steps,
+            stashed_gradients=scratch.stashed_gradients,
             read_check=self._read_check,
         )
         self._steps: dict[int, StepState] = {}
@@ -124,9 +125,8 @@ class Runtime:
             {placed.spec.name: placed for placed in layout.trainable} for layout in self._layouts
         ]
         self._bound = [places.tensors() for places in places.stages]
-        #: Where spilled activations and gradients go: path and byte offset, by key.
-        self.scratch_activations: dict[tuple[int, int], tuple[Path, int]] = {}
-        self.scratch_gradients: dict[int, tuple[Path, int]] = {}
+        #: Where spilled activations and gradients go.
+        self._scratch = scratch
         self._run: dict[Kind, Callable[[Op, StepState], None]] = {
             Kind.ACQUIRE: self._acquire,
             Kind.OPEN_CHUNK: lambda op, state: None,
@@ -171,11 +171,6 @@ class Runtime:
         state.losses = [torch.zeros(())] * len(state.batches)
         self._steps[state.step] = state
 
-    @property
-    def stashed_gradients(self) -> dict[int, tuple[Path, int]]:
-        """Where the gradients of delayed pieces wait: path and byte offset of the stage's first element."""
-        return self._updates.stashed_gradients
-
     def end(self, step: int) -> None:
         """Forget a step whose ops have all ended."""
         self._steps.pop(step, None)
@@ -207,25 +202,6 @@ class Runtime:
             done(self._failure(op, step, error) if isinstance(error, TransferError) else error)
 
         self._start[op.kind](op, self._steps[step - op.delayed], named)
-
-    def io_bytes(self, op: Op) -> int:
-        """Bytes that an I/O op moves."""
-        if op.kind in (Kind.SPILL_ACTIVATION, Kind.FETCH_ACTIVATION):
-            return self._places.activations[op.slot].nbytes
-        if op.kind in (Kind.SPILL_GRADIENT, Kind.FETCH_GRADIENT):
-            return self._places.stages[op.stage].gradients.nbytes
-        if op.kind is Kind.READ_FROZEN:
-            return self._places.stages[op.stage].frozen.nbytes
-        stage = op.stage if op.owner < 0 else op.owner
-        piece = self.pieces[stage][op.piece]
-        if op.kind is Kind.STASH_GRADIENT:
-            return GRADIENT_BYTES * piece.num_elements
-        kept = self._updates.kept_arrays(stage, piece.chunk)
-        arrays = kept if op.kind is Kind.READ_KEPT else set(StateArray) - kept
-        if op.kind is Kind.READ_WEIGHTS:
-            arrays = set(WEIGHT_ARRAYS)
-        stashed = GRADIENT_BYTES if op.stashed and op.kind is Kind.READ_STATES else 0
-        return (sum(array.itemsize for array in arrays) + stashed) * piece.num_elements
 
     def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
         stage = self._layouts[op.stage if op.owner < 0 else op.owner]
@@ -514,23 +490,23 @@ class Runtime:
         if before is not None and before.commit is not None:
             before.commit()
 
-    def _spill(self, item: Item, place: tuple[Path, int], source: Tensor, done: Done) -> None:
+    def _spill(self, item: Item, place: ScratchPlace, source: Tensor, done: Done) -> None:
         self._manager.write(item)
         noted = then(done, lambda: self._manager.written(item, source.nbytes))
         self._engine.write(*place, source).add_done_callback(Join(1, noted).part)
 
-    def _fetch(self, item: Item, buffer: int, place: tuple[Path, int], target: Tensor, done: Done) -> None:
+    def _fetch(self, item: Item, buffer: int, place: ScratchPlace, target: Tensor, done: Done) -> None:
         self._manager.expire(item)  # nobody may have taken its former slot yet
         self._manager.fill(item, buffer, target.nbytes)
         noted = then(done, lambda: self._manager.filled(item))
         self._engine.read(*place, target).add_done_callback(Join(1, noted).part)
 
     def _spill_activation(self, op: Op, state: StepState, done: Done) -> None:
-        place = self.scratch_activations[op.stage, op.micro_batch]
+        place = self._scratch.activations[op.stage, op.micro_batch]
         self._spill(_boundary(op, 0), place, self._places.activations[op.slot], done)
 
     def _fetch_activation(self, op: Op, state: StepState, done: Done) -> None:
-        place = self.scratch_activations[op.stage, op.micro_batch]
+        place = self._scratch.activations[op.stage, op.micro_batch]
         self._fetch(_boundary(op, 0), op.slot, place, self._places.activations[op.slot], done)
 
     def _gradient_bytes(self, stage: int) -> Tensor:
@@ -538,9 +514,9 @@ class Runtime:
 
     def _spill_gradient(self, op: Op, state: StepState, done: Done) -> None:
         item = Item(ItemKind.GRADIENT, op.stage)
-        self._spill(item, self.scratch_gradients[op.stage], self._gradient_bytes(op.stage), done)
+        self._spill(item, self._scratch.gradients[op.stage], self._gradient_bytes(op.stage), done)
 
     def _fetch_gradient(self, op: Op, state: StepState, done: Done) -> None:
         item = Item(ItemKind.GRADIENT, op.stage)
         buffer = self._buffers.gradients[op.stage]
-        self._fetch(item, buffer, self.scratch_gradients[op.stage], self._gradient_bytes(op.stage), done)
+        self._fetch(item, buffer, self._scratch.gradients[op.stage], self._gradient_bytes(op.stage), done)

@@ -75,6 +75,13 @@ class Setup:
         """All NVMe scratch of the run."""
         return self.scratch_activation_bytes + self.scratch_gradient_bytes + self.stash_bytes
 
+    @property
+    def leaves_updates(self) -> bool:
+        """Every step leaves some updates to the next one."""
+        return self.speculative or any(
+            first < shape.num_pieces for first, shape in zip(self.delayed_from, self.shapes(), strict=True)
+        )
+
     def buffers(self) -> Buffers:
         """What plans may use."""
         return self.memory.buffers(self.delayed_from, speculative=self.speculative)

@@ -102,7 +102,7 @@ class Position:
     step: int = 0
     """Steps done."""
     num_steps: int | None = None
-    """Steps of the whole run."""
+    """Steps of the whole run; None where the schedule has none: the caller decides."""
     committed_step: int = 0
     """What a crash now would leave."""
     current_step: int | None = None

@@ -19,11 +19,12 @@ def write_status(directory: Path, status: RunStatus) -> None:
     replace_file(directory, STATUS_NAME, [data])
 
 
-def read_status(directory: Path, *, store_id: str | None = None) -> RunStatus | Unusable:
+def read_status(directory: str | Path, *, store_id: str | None = None) -> RunStatus | Unusable:
     """The document in a store, or why there is none. Raises nothing, whatever the file holds.
 
     ``store_id``: what the store is called, for who has opened it; by default what its last commit says is looked up.
     """
+    directory = Path(directory)
     path = directory / STATUS_NAME
     document = read_object(path)
     if isinstance(document, Unusable):

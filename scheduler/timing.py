@@ -35,7 +35,7 @@ from hoist.scheduler.plan import Buffers, StageShape, vertical
 from hoist.scheduler.pricing import StageTimes, Times
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stage_bench import DEVIATION, PATTERN_ELEMENTS, StageBench, chill, fill
-from hoist.scheduler.stages import HeadStage, Stage, StagedModel, as_tuple
+from hoist.scheduler.stages import HeadStage, Stage, StagedModel
 from hoist.tiers import checksum, heap
 
 #: How far the timing is: (what, done, total). It may raise, which ends it.
@@ -66,8 +66,6 @@ class _Shape:
     tokens: int
     """Of a row."""
     context: Context
-    entering: tuple[Packed, ...]
-    """What the embed stage hands on for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -196,10 +194,8 @@ class _Timing:
             batch = self._largest if size == self._sizes[-1] else _cut(self._largest, rows, tokens)
             embed = self._model.embed
             with StageBench(embed, self._places, self._pattern, passes=-1), torch.no_grad():
-                carried, context = embed.forward(batch)
-            self._shapes[size] = _Shape(
-                batch=batch, rows=rows, tokens=tokens, context=context, entering=pack(as_tuple(carried))
-            )
+                _, context = embed.forward(batch)
+            self._shapes[size] = _Shape(batch=batch, rows=rows, tokens=tokens, context=context)
         return self._shapes[size]
 
     def _scaled(self, places: Sequence[Packed], shape: _Shape) -> tuple[Packed, ...]:

@@ -32,11 +32,14 @@ from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
 from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.models import evaluating, private_rng
-from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
+from hoist.scheduler.op_bytes import OpBytes
+from hoist.scheduler.plan import evaluation
 from hoist.scheduler.publish import Publisher
 from hoist.scheduler.runtime import Runtime
+from hoist.scheduler.scratch import reserve
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
 from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.step_plans import StepPlans
 from hoist.scheduler.step_state import StepState
 from hoist.scheduler.timeline import Recorder
 from hoist.scheduler.trace import Trace
@@ -54,8 +57,6 @@ _log = logging.getLogger(__name__)
 
 #: Key of the trainer's own counters in a commit's run record.
 COUNTERS_KEY = "counters"
-
-
 #: What a commit keeps with a step: JSON, or what makes it of the step's metrics.
 RunRecord = Mapping[str, Any] | Callable[[StepMetrics], Mapping[str, Any]]
 
@@ -146,12 +147,19 @@ class Trainer:
         self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
         self._places = self._setup.places()
         self._shapes = self._setup.shapes()
+        self._op_bytes = OpBytes(self._setup)
+        try:
+            scratch = reserve(store, self._setup, num_micro_batches=config.num_micro_batches)
+        except BaseException:
+            self._places.close()
+            raise
         self._manager = Manager(stored_bytes=_stored_bytes(store), validate=config.validate)
         self._runtime = self.runtime_kind(
             model=model,
             store=store,
             engine=self._engine,
             places=self._places,
+            scratch=scratch,
             manager=self._manager,
             buffers=self._setup.buffers(),
             piece_elements=self._setup.memory.piece_elements,
@@ -163,23 +171,16 @@ class Trainer:
             verify_reads=config.verify_reads,
             loss_slice_tokens=config.loss_slice_tokens,
         )
-        try:
-            self._reserve_scratch()
-        except BaseException:
-            self._runtime.release()
-            self._places.close()
-            raise
         names = OpNames([stage.name for stage in store.layouts], self._runtime.pieces)
         annotated = Annotated(self._runtime, names)
         #: Notes what is executed; None without a trace.
         self._traced = None
         if trace is not None:
             self._traced = Traced(
-                trace, annotated, names=names, io_bytes=self._runtime.io_bytes, held=self._manager.held_bytes
+                trace, annotated, names=names, io_bytes=self._op_bytes.num_bytes, held=self._manager.held_bytes
             )
         self._executor = Executor(self._traced or annotated)
-        #: Linked plans that find weights in memory, by (micro-batches, pending); 0 micro-batches: the flush.
-        self._plans: dict[tuple[int, bool], LinkedPlan] = {}
+        self._plans = StepPlans(self._setup, config)
         #: Updates of the last step are delayed into the next one.
         self._pending = False
         self._counters = _Counters.from_json(store.record.run.get(COUNTERS_KEY, {}))
@@ -247,11 +248,12 @@ class Trainer:
         if ledger is None:
             return None
         ledger.save()
+        num_steps = self.config.schedule.num_steps
         return judge(
             ledger.record(),
             bytes_per_step=0.0 if last is None else last.nvme_written_bytes,
             seconds_per_step=None if last is None else last.seconds,
-            steps_left=max(0, self.config.schedule.num_steps - self._position.step),
+            steps_left=max(0, num_steps - self._position.step) if num_steps else None,
         ).to_json()
 
     if not TYPE_CHECKING:  # a type checker shall know what is not there
@@ -316,7 +318,7 @@ class Trainer:
         full = linked is not None and linked.plan.num_micro_batches == self.config.num_micro_batches
         if linked is None or not full or linked.plan.cold or self.config.delay_in_force:
             raise ConfigError("step_times: needs a full step without a delay, after the first")
-        return measure(linked.plan.ops, self._last_spans, self._runtime.io_bytes)
+        return measure(linked.plan.ops, self._last_spans, self._op_bytes.num_bytes)
 
     def step(
         self, micro_batches: Sequence[Batch], *, lr: float | None = None, run: RunRecord | None = None
@@ -462,7 +464,7 @@ class Trainer:
             self._last_plan = self._plan(len(micro_batches))
             spans = self._execute(self._last_plan, step)
         self._cold = False
-        self._pending = self._delays
+        self._pending = self._setup.leaves_updates
         self._forget_finished()
         stopped = time.perf_counter()
         self._last_spans = spans
@@ -561,34 +563,7 @@ class Trainer:
         return self._model.batches.check(micro_batches, config)
 
     def _plan(self, num_micro_batches: int) -> LinkedPlan:
-        key = num_micro_batches, self._pending
-        kept = self._plans.get(key)
-        if kept is not None and not self._cold:
-            return kept
-        buffers = self._setup.buffers()
-        if num_micro_batches:
-            make = vertical if self.config.plan == "vertical" else horizontal
-            plan = link(make(self._shapes, num_micro_batches, buffers, cold=self._cold, pending=self._pending))
-        else:
-            plan = link(flush(self._shapes, buffers, pending=self._pending))
-        _log.debug(
-            "plan %s of %d micro-batches%s%s: %d ops",
-            plan.plan.name,
-            num_micro_batches,
-            ", cold" if self._cold else "",
-            ", with updates of the step before" if self._pending else "",
-            len(plan.plan.ops),
-        )
-        if not self._cold:  # the cold one serves once, and a plan takes some 0.4 KB an op
-            self._plans[key] = plan
-        return plan
-
-    @property
-    def _delays(self) -> bool:
-        """Every step leaves some updates to the next one."""
-        return self.config.speculates or any(
-            first < shape.num_pieces for first, shape in zip(self._setup.delayed_from, self._shapes, strict=True)
-        )
+        return self._plans.of(num_micro_batches, cold=self._cold, pending=self._pending)
 
     def _finish_updates(self) -> None:
         """Do the delayed updates of the last step now, and wait until everything is written.
@@ -603,28 +578,6 @@ class Trainer:
                 self._execute(self._plan(0), self._position.step + 1)
             self._pending = False
         self._executor.drain()
-
-    def _reserve_scratch(self) -> None:
-        """Files for what a step may spill, so that a full drive is an error now and not during a step."""
-        setup = self._setup
-        if setup.scratch_activation_bytes:
-            path = self._store.scratch_file("activations", setup.scratch_activation_bytes)
-            size = setup.memory.demand.activation_bytes
-            for boundary in range((len(setup.layouts) - 1) * self.config.num_micro_batches):
-                key = divmod(boundary, self.config.num_micro_batches)
-                self._runtime.scratch_activations[key] = (path, boundary * size)
-        if setup.scratch_gradient_bytes:
-            path = self._store.scratch_file("gradients", setup.scratch_gradient_bytes)
-            offset = 0
-            for stage, size in enumerate(stage.gradients for stage in setup.memory.demand.stages):
-                self._runtime.scratch_gradients[stage] = (path, offset)
-                offset += size
-        if setup.stash_bytes:
-            path = self._store.scratch_file("waiting-gradients", setup.stash_bytes)
-            offset = 0
-            for stage, size in enumerate(stage.gradients for stage in setup.memory.demand.stages):
-                self._runtime.stashed_gradients[stage] = (path, offset)
-                offset += size
 
     def _forget_finished(self) -> None:
         """The executor starts a step only when the one before the last has ended, and that may do a step's updates."""

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from hoist.scheduler.ops import Op
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan import Buffers
 from hoist.scheduler.read_check import ReadCheck
+from hoist.scheduler.scratch import ScratchPlace
 from hoist.scheduler.step_state import StepState
 from hoist.tiers.checksum import ChunkChecksum
 from hoist.tiers.format import MOMENT_ARRAYS, WEIGHT_ARRAYS, StateArray
@@ -49,6 +49,7 @@ class Updates:
         no_decay_norms: bool,
         clip_norm: float,
         adam_steps: Mapping[str, int],
+        stashed_gradients: Mapping[int, ScratchPlace],
         read_check: ReadCheck | None,
     ) -> None:
         """``pieces``: per stage, the cuts that loads and updates share. ``read_check`` checks what is read."""
@@ -96,7 +97,7 @@ class Updates:
         #: Number of each kept chunk in the residency table.
         self._kept_buffers = {key: number for number, key in enumerate(places.kept)}
         #: Where the gradients of delayed pieces wait: path and byte offset of the stage's first element.
-        self.stashed_gradients: dict[int, tuple[Path, int]] = {}
+        self._stashed_gradients = stashed_gradients
 
     def begin(self, state: StepState) -> None:
         """Count what is to be done with the step's gradients and chunks, before the executor runs its plan."""
@@ -247,7 +248,7 @@ class Updates:
 
     def stash_gradient(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
-        path, offset = self.stashed_gradients[op.stage]
+        path, offset = self._stashed_gradients[op.stage]
         source = self._places.stages[op.stage].gradients[piece.start : piece.stop].view(torch.uint8)
 
         def stashed() -> None:
@@ -285,7 +286,7 @@ class Updates:
             target = slot.bytes_of(position, piece.num_elements)
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
         if op.stashed:
-            path, offset = self.stashed_gradients[op.stage]
+            path, offset = self._stashed_gradients[op.stage]
             target = slot.gradient_bytes(piece.num_elements)
             join.start(partial(self._engine.read, path, offset + GRADIENT_BYTES * piece.start, target))
 

@@ -1,7 +1,7 @@
 """What steps and commits write to NVMe, in bytes, from plans: what a step writes, and the most that it can.
 
-Pure arithmetic. What was really written is in the store's ledger (`tiers/wear.py`); what it means for a drive's life is
-`endurance.py`'s business.
+Pure arithmetic on what `op_bytes.py` says of ops. What was really written is in the store's ledger (`tiers/wear.py`);
+what it means for a drive's life is `endurance.py`'s business.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.memory import GRADIENT_BYTES, STATE_BYTES
+from hoist.scheduler.op_bytes import OpBytes
 from hoist.scheduler.ops import Kind
-from hoist.scheduler.plan import Plan, evaluation, flush, horizontal, vertical
-from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES
+from hoist.scheduler.plan import Plan, evaluation, flush
+from hoist.scheduler.residency import WEIGHT_BYTES
 from hoist.scheduler.setup import Setup, divided
+from hoist.scheduler.step_plans import steady_plan, step_plan
 from hoist.tiers import format as store_format
 from hoist.tiers.format import CommitRecord, StateArray
-from hoist.tiers.layout import Piece, StageLayout
+from hoist.tiers.layout import StageLayout
 
 #: What COMMIT.json may grow by from one commit to the next: data position, totals, a step count of more digits.
 RECORD_GROWTH_BYTES = 16 * 1024
@@ -66,22 +67,20 @@ class Writes:
 
 def count(setup: Setup, config: TrainerConfig, record: CommitRecord | None = None) -> Writes:
     """What a run with this setup writes. ``record``: the store's last commit, if it has one."""
-    pieces = _pieces(setup)
-    delays = config.speculates or any(
-        first < shape.num_pieces for first, shape in zip(setup.delayed_from, setup.shapes(), strict=True)
-    )
-    steady = _step_plan(setup, config, pending=delays)
-    states, activations, gradients = _written(steady, setup, pieces)
-    most = sum(_written(steady, setup, pieces, redo=True))
-    if delays:  # plans are long: one at a time
-        steady = _step_plan(setup, config, pending=False)
-        most = max(most, sum(_written(steady, setup, pieces, redo=True)))
-        most += sum(_written(flush(setup.shapes(), setup.buffers(), pending=True), setup, pieces, redo=True))
+    op_bytes = OpBytes(setup)
+    plan = steady_plan(setup, config)
+    states, activations, gradients = _written(plan, op_bytes)
+    most = sum(_written(plan, op_bytes, redo=True))
+    if setup.leaves_updates:  # plans are long: one at a time
+        plan = step_plan(setup, config, cold=False, pending=False)
+        most = max(most, sum(_written(plan, op_bytes, redo=True)))
+        plan = flush(setup.shapes(), setup.buffers(), pending=True)
+        most += sum(_written(plan, op_bytes, redo=True))
     return Writes(
         states_bytes=states,
         activation_bytes=activations,
         gradient_bytes=gradients,
-        kept_bytes=_kept_bytes(setup, pieces),
+        kept_bytes=_kept_bytes(op_bytes),
         record_bytes=_record_bytes(setup.layouts, record),
         most_step_bytes=most,
     )
@@ -90,48 +89,28 @@ def count(setup: Setup, config: TrainerConfig, record: CommitRecord | None = Non
 def evaluation_bytes(setup: Setup, config: TrainerConfig) -> int:
     """What an evaluation of a step's micro-batches writes at most: activations that do not fit."""
     plan = evaluation(setup.shapes(), config.num_micro_batches, setup.buffers(), cold=True, order=config.plan)
-    return sum(_written(plan, setup, _pieces(setup)))
+    return sum(_written(plan, OpBytes(setup)))
 
 
-def _step_plan(setup: Setup, config: TrainerConfig, *, pending: bool) -> Plan:
-    make = vertical if config.plan == "vertical" else horizontal
-    return make(setup.shapes(), config.num_micro_batches, setup.buffers(), cold=False, pending=pending)
-
-
-def _pieces(setup: Setup) -> list[tuple[Piece, ...]]:
-    return [tuple(layout.pieces(setup.memory.piece_elements)) for layout in setup.layouts]
-
-
-def _written(
-    plan: Plan, setup: Setup, pieces: Sequence[Sequence[Piece]], *, redo: bool = False
-) -> tuple[int, int, int]:
+def _written(plan: Plan, op_bytes: OpBytes, *, redo: bool = False) -> tuple[int, int, int]:
     """Bytes that a plan's ops write: states, activations, gradients; ``redo``: updates are all made again."""
-    kept = setup.memory.kept
-    stages = setup.memory.demand.stages
     states = activations = gradients = 0
     for op in plan.ops:
         if op.kind is Kind.WRITE_STATES and (redo or not op.redo):
-            piece = pieces[op.stage][op.piece]
-            num_bytes = STATE_BYTES
-            num_bytes -= WEIGHT_BYTES * (piece.chunk in kept.weights[op.stage])
-            num_bytes -= MOMENT_BYTES * (piece.chunk in kept.moments[op.stage])
-            states += num_bytes * piece.num_elements
+            states += op_bytes.of(op).written_bytes
         elif op.kind is Kind.SPILL_ACTIVATION:
-            activations += setup.memory.demand.activation_bytes
-        elif op.kind is Kind.STASH_GRADIENT:
-            gradients += GRADIENT_BYTES * pieces[op.stage][op.piece].num_elements
-        elif op.kind is Kind.SPILL_GRADIENT:
-            gradients += stages[op.stage].gradients
+            activations += op_bytes.of(op).written_bytes
+        elif op.kind in (Kind.STASH_GRADIENT, Kind.SPILL_GRADIENT):
+            gradients += op_bytes.of(op).written_bytes
     return states, activations, gradients
 
 
-def _kept_bytes(setup: Setup, pieces: Sequence[Sequence[Piece]]) -> int:
-    kept = setup.memory.kept
+def _kept_bytes(op_bytes: OpBytes) -> int:
     return sum(
-        (WEIGHT_BYTES * (piece.chunk in kept.weights[stage]) + MOMENT_BYTES * (piece.chunk in kept.moments[stage]))
-        * piece.num_elements
-        for stage, own in enumerate(pieces)
-        for piece in own
+        array.itemsize * piece.num_elements
+        for stage, pieces in enumerate(op_bytes.pieces)
+        for piece in pieces
+        for array in op_bytes.kept_arrays(stage, piece.chunk)
     )
 
 
@@ -146,7 +125,7 @@ def _record_bytes(layouts: Sequence[StageLayout], record: CommitRecord | None) -
 
 def creation_bytes(setup: Setup) -> int:
     """What filling a new store writes, its small files apart: weights and frozen tensors; moments are only reserved."""
-    weights = sum(WEIGHT_BYTES * piece.num_elements for own in _pieces(setup) for piece in own)
+    weights = sum(WEIGHT_BYTES * piece.num_elements for own in OpBytes(setup).pieces for piece in own)
     return weights + sum(layout.frozen_bytes for layout in setup.layouts)
 
 
@@ -171,7 +150,8 @@ def savings(setup: Setup, config: TrainerConfig, *, frozen_possible: bool) -> tu
     Twice the host memory, as :func:`hoist.scheduler.memory.divide` would divide it, and twice the micro-batches a step,
     with half the steps. ``frozen_possible``: all parameters are trained, so fewer could be.
     """
-    now = count(setup, config).step_bytes
+    writes = count(setup, config)
+    now = writes.step_bytes
     found = []
     memory_bytes = 2 * config.host_memory_bytes
     larger = replace(config, host_memory_bytes=memory_bytes)
@@ -184,6 +164,6 @@ def savings(setup: Setup, config: TrainerConfig, *, frozen_possible: bool) -> tu
         twice = 2 * now
     found.append(Saving(what="micro_batches", saved_bytes=now - twice // 2, value=more.num_micro_batches))
     if frozen_possible:
-        found.append(Saving(what="states", saved_bytes=count(setup, config).states_bytes, value=0))
+        found.append(Saving(what="states", saved_bytes=writes.states_bytes, value=0))
     worth = [saving for saving in found if saving.saved_bytes > now // 100]
     return tuple(sorted(worth, key=lambda saving: -saving.saved_bytes))

@@ -18,6 +18,8 @@ from typing import Any
 
 #: NVMe counts what is written in thousands of 512-byte blocks.
 DATA_UNIT_BYTES = 512_000
+#: Larger counts are none: drives wear out before, and nothing is counted in so many bits.
+_LARGEST = 2**64
 #: How long nvme-cli may take.
 TIMEOUT_SECONDS = 5.0
 
@@ -159,7 +161,10 @@ def read_smart(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[
 
 def parse_smart(answer: bytes | str) -> SmartWear:
     """The answer of ``nvme smart-log -o json``. Raises ValueError."""
-    document = json.loads(answer)
+    try:
+        document = json.loads(answer)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(document, dict):
         raise ValueError("no JSON object")
     # Versions before 2 wrote percent_used; 128-bit counts are numbers in some versions and text in others.
@@ -173,9 +178,10 @@ def parse_smart(answer: bytes | str) -> SmartWear:
 
 def _whole_number(name: str, value: Any) -> int:
     text = re.sub(r"[,\s]", "", value) if isinstance(value, str) else value
-    if isinstance(text, str) and text.isdecimal():
-        return int(text)
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and text >= 0 and text == int(text):
+    if isinstance(text, str) and text.isdecimal() and len(text) < 40:
+        text = int(text)
+    # A comparison with NaN is false.
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < _LARGEST and text == int(text):
         return int(text)
     raise ValueError(f"{name}: saw {value!r:.60}")
 

@@ -7,6 +7,7 @@ It counts and remembers. What passes an engine is counted in `io/counted.py`; wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -24,6 +25,10 @@ _log = logging.getLogger(__name__)
 
 #: Raised by one when a reader of the version before would misread the file.
 WEAR_VERSION = 1
+#: More bytes than all drives will ever see: a count beyond is none.
+LARGEST_BYTES = 2**100
+#: The file is not read further than this.
+_LONGEST_BYTES = 2**24
 #: As counts come in, the file is written again when the last time is so long ago.
 SAVE_SECONDS = 1.0
 
@@ -94,7 +99,7 @@ class WearRecord:
                 updated=float(document["updated"]),
                 directories=tuple(_directory(each) for each in document["directories"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -103,7 +108,8 @@ def _directory(document: Mapping[str, Any]) -> DirectoryWear:
     for name, value in known.items():
         optional = name in ("tbw_bytes", "tbw_source", "drive_written_bytes") and value is None
         if name.endswith("_bytes"):
-            right = type(value) is int and value >= 0
+            # No drive is rated for nothing, and shares of it are taken.
+            right = type(value) is int and (name == "tbw_bytes") <= value <= LARGEST_BYTES
         else:
             right = isinstance(value, bool if name == "in_use" else str)
         if not (right or optional):
@@ -119,12 +125,13 @@ def read_wear(store: Path) -> WearRecord | None:
     """
     path = store / store_format.WEAR_NAME
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_LONGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return WearRecord.from_json(json.loads(data))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are some
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are some
         raise ValueError(f"{path}: is torn or no count of hoist's: {error}") from error
 
 
@@ -133,7 +140,8 @@ class WearLedger:
 
     Only who holds the store's lock has one, so no two processes write the file. It is replaced whole: a kill loses what
     came in since the last time, about :data:`SAVE_SECONDS`; a power cut, what came in since the last durable one.
-    Nothing here ever refuses a run: a file that cannot be read or written is told in the log, once.
+    Nothing here ever refuses a run: a file that cannot be read or written is told in the log, once, and that the drive
+    is full as information alone.
     """
 
     def __init__(
@@ -279,7 +287,8 @@ class WearLedger:
     def _save(self, *, durable: bool, synced: bool) -> None:
         with self._lock:
             self._dirty = False
-            self._moved[0][0] += len(_encoded(self._merged()))  # up to a digit or two
+            own_bytes = len(_encoded(self._merged()))  # up to a digit or two
+            self._moved[0][0] += own_bytes
             record = replace(self._merged(), updated=time.time())
         path = self._store / store_format.WEAR_NAME
         temporary = self._store / store_format.WEAR_TEMPORARY_NAME
@@ -295,9 +304,15 @@ class WearLedger:
         except OSError as error:
             with contextlib.suppress(OSError):  # a full drive leaves a part of it
                 temporary.unlink(missing_ok=True)
+            with self._lock:
+                self._moved[0][0] -= own_bytes
+                self._dirty = True  # the next time may find room
             if not self._told:
                 self._told = True
-                _log.warning("%s: what is written to the drive cannot be kept: %s", path, error.strerror)
+                # Of a full drive the run itself tells, at its next commit if not before: one line is enough.
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                level = logging.INFO if full else logging.WARNING
+                _log.log(level, "%s: what is written to the drive cannot be kept: %s", path, error.strerror)
 
     def discard(self) -> None:
         """The store is removed that was being made: forget the file if that was made for it, else bring it up to date.

@@ -21,6 +21,7 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.lock import StoreLock
 from hoist.tiers.redeal import change_drives, drive_of
 from hoist.tiers.store import Store
+from hoist.tools.invoked import shown_path
 from hoist.tools.sizes import show_bytes
 
 #: What is said of a drive whose share is 0.
@@ -58,7 +59,7 @@ def shares(record: CommitRecord, store: Path) -> tuple[tuple[str, float], ...]:
     if len(known) == 1:
         return ()
     directories = [drive.directory(store) for drive in known]
-    shown = [os.path.relpath(place) if place.is_relative_to(Path.cwd()) else str(place) for place in directories]
+    shown = [shown_path(place) for place in directories]
     return tuple((name, drive.weight / total) for name, drive in zip(shown, known, strict=True))
 
 

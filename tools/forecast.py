@@ -53,6 +53,8 @@ class Forecast:
     measuring_read_bytes: int = 0
     """What measuring the drives moved."""
     measuring_written_bytes: int = 0
+    wear: tuple[str, ...] = ()
+    """What the run will do to the drives, and what would lower it: a line each."""
 
     @property
     def run_seconds(self) -> float | None:
@@ -81,4 +83,5 @@ class Forecast:
             "textbook_read_bytes": TEXTBOOK[0] * self.num_parameters,
             "textbook_written_bytes": TEXTBOOK[1] * self.num_parameters,
             "measured": None if self.measured is None else asdict(self.measured),
+            "wear": list(self.wear),
         }

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Told(Protocol):
     """Where progress goes: a part of `report.py`'s `Reporter`."""
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         """How far a long preparation is."""
 
 
@@ -51,7 +51,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
 
     def progress(what: str, done: int, total: int) -> None:
         stop.check()
-        report.progress(what, done, total)
+        report.progress(what, done, total, "parts")
 
     try:
         with choose_engine(run.options.io) as engine:
@@ -63,6 +63,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
                     engine=engine,
                     drives=[DrivePlace(directory=_probed(place), share=share) for place, share in places],
                     progress=progress,
+                    most_bytes=run.measuring_bytes,
                 )
             finally:
                 moved = engine.statistics()

@@ -1,4 +1,4 @@
-"""How this process's command was called, so that commands it proposes, and installations, can be pasted where it ran.
+"""How this process's command was called, so that commands, paths and installations it shows can be pasted where it ran.
 
 What is proposed is the business of `show.py` and `train.py`.
 """
@@ -24,6 +24,11 @@ def command_name() -> str:
     except OSError:
         return NAME
     return NAME if same else shlex.quote(sys.argv[0])
+
+
+def shown_path(path: Path) -> str:
+    """From the current directory, where it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def install_command(package: str) -> str:

@@ -28,6 +28,8 @@ from hoist.tools.sizes import parse_bytes
 from hoist.tools.split import LARGEST_SHARE
 
 Attention = Literal["sdpa", "eager"]
+#: No drive is rated for less (bytes): a unit is missing. Nor for more.
+LEAST_TBW_BYTES, MOST_TBW_BYTES = 10**9, 10**21
 #: When the store's bytes are compared with their checksums.
 Verify = Literal["resume", "always", "never"]
 
@@ -344,9 +346,17 @@ class TrainOptions:
     def tbw_bytes(self) -> tuple[int, ...]:
         """What ``--tbw`` says, in bytes. Raises ConfigError."""
         try:
-            return tuple(parse_bytes(value) for value in self.tbw)
+            rated = tuple(parse_bytes(value) for value in self.tbw)
         except ValueError as error:
             raise ConfigError(f"--tbw: {error}; a drive's rating is written like 600TB") from error
+        for value, num_bytes in zip(self.tbw, rated, strict=True):
+            if 0 < num_bytes < LEAST_TBW_BYTES:
+                raise ConfigError(
+                    f"--tbw: {value!r} is {num_bytes} bytes, less than any drive is rated for; write for instance 600TB"
+                )
+            if num_bytes > MOST_TBW_BYTES:
+                raise ConfigError(f"--tbw: {value!r} is more than any drive is rated for; write for instance 600TB")
+        return rated
 
     def write_budget_bytes(self) -> int | None:
         """What ``--write-budget`` says; None: no limit. Raises ConfigError."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
 from hoist.scheduler.preflight import Prediction
+from hoist.tools.durations import show_clock
 from hoist.tools.forecast import KINDS, TEXTBOOK, Forecast
+from hoist.tools.inspection.view import LANES
+from hoist.tools.invoked import shown_path
 from hoist.tools.sizes import show_bytes
 
 _LABEL_WIDTH = 9
-#: Lanes as people call them.
-_NAMES = {
-    "compute": "computation", "io": "i/o", "optim": "updates", "copy": "merging weights", "commit": "commits",
-}  # fmt: skip
 
 
 def render(forecast: Forecast, console: Console) -> None:
@@ -40,26 +41,33 @@ def lines(forecast: Forecast, width: int) -> list[str]:
     for number, drive in enumerate(forecast.drives):
         field(
             "" if number else "drive",
-            f"{drive.directory}: needs {show_bytes(drive.need_bytes)} more, {show_bytes(drive.free_bytes)} are free",
+            f"{shown_path(Path(drive.directory))} needs {show_bytes(drive.need_bytes)} more, "
+            f"{show_bytes(drive.free_bytes)} are free",
         )
     prediction = forecast.prediction
     if prediction is None:
-        field("predicted", f"nothing: the machine could not be measured: {forecast.why_not}")
+        field("a step", f"nothing is predicted: the machine could not be measured: {forecast.why_not}")
+        _wear(forecast, field)
         return found
-    field("", f"measured {_speed(prediction.read_bytes_per_second)} read, "
-          f"{_speed(prediction.write_bytes_per_second)} written")  # fmt: skip
+    field("", _drive(forecast, prediction))
     field("traffic", _traffic(forecast, prediction))
     field("a step", _step(prediction))
     field("", _lanes(prediction))
     if forecast.run_seconds is not None:
         field(
             "the run",
-            f"{forecast.steps_left:,} steps in {_duration(forecast.run_seconds)}, at "
-            f"{prediction.tokens / prediction.seconds:,.0f} tokens a second; commits and evaluations come on top",
+            f"{forecast.steps_left:,} steps in {show_clock(forecast.run_seconds)}, at "
+            f"{prediction.tokens / prediction.seconds:,.0f} tokens/s; commits and evaluations come on top",
         )
     if prediction.advice is not None:
         field("faster", prediction.advice)
+    _wear(forecast, field)
     return found
+
+
+def _wear(forecast: Forecast, field: Callable[[str, str], None]) -> None:
+    for number, line in enumerate(forecast.wear):
+        field("" if number else "wear", line)
 
 
 def _tiers(forecast: Forecast) -> list[str]:
@@ -68,7 +76,8 @@ def _tiers(forecast: Forecast) -> list[str]:
     rows = [heading]
     for name, tier in (("device", forecast.device), ("host", forecast.host), ("nvme", forecast.nvme)):
         if tier:
-            rows.append([name, *(show_bytes(tier.get(kind, 0)) for kind in KINDS), show_bytes(sum(tier.values()))])
+            cells = (show_bytes(tier[kind]) if tier.get(kind) else "-" for kind in KINDS)
+            rows.append([name, *cells, show_bytes(sum(tier.values()))])
     # Six columns of 12 and a name make 80.
     found = [f"{row[0]:<8}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
     found.append(
@@ -76,6 +85,19 @@ def _tiers(forecast: Forecast) -> list[str]:
         + ("" if forecast.device else "; the CPU computes: no device")
     )
     return found
+
+
+def _drive(forecast: Forecast, prediction: Prediction) -> str:
+    text = (
+        f"measured {_speed(prediction.read_bytes_per_second)} read, {_speed(prediction.write_bytes_per_second)} written"
+    )
+    if forecast.measured is None:
+        return text
+    drive = forecast.measured.drive
+    return (
+        f"{text}: {show_bytes(drive.measured_bytes)} written twice and read, {drive.requests_in_flight} requests of "
+        f"{show_bytes(drive.request_bytes)} at once"
+    )
 
 
 def _traffic(forecast: Forecast, prediction: Prediction) -> str:
@@ -90,17 +112,16 @@ def _traffic(forecast: Forecast, prediction: Prediction) -> str:
 def _step(prediction: Prediction) -> str:
     without = prediction.seconds - prediction.margin_seconds
     return (
-        f"{_seconds(prediction.seconds)} predicted, bound by {_NAMES[prediction.bound_by]}: without that it would be "
-        f"{_seconds(without)}, and bound by {_NAMES[prediction.next_bound]}"
+        f"{_seconds(prediction.seconds)} predicted, bound by {LANES[prediction.bound_by]}; were that for nothing, "
+        f"{_seconds(without)}, bound by {LANES[prediction.next_bound]}"
     )
 
 
 def _lanes(prediction: Prediction) -> str:
-    alone = (
+    return (
         f"alone: computation {_seconds(prediction.compute_seconds)}, i/o {_seconds(prediction.io_seconds)}, "
         f"updates {_seconds(prediction.optim_seconds)}, merging {_seconds(prediction.copy_seconds)}"
     )
-    return f"{alone}; perfect overlap {_seconds(prediction.limit_seconds)}"
 
 
 def _speed(bytes_per_second: float) -> str:
@@ -109,12 +130,3 @@ def _speed(bytes_per_second: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 100 else f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -69,6 +69,8 @@ class Prepared:
     baseline_bytes: int
     num_slots: int
     """Of each chunk, in the store that is there or will be."""
+    measuring_bytes: int
+    """The most that the file has with which a drive is measured."""
 
     @property
     def step(self) -> int:
@@ -95,6 +97,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             check_tensorboard(Path(options.tensorboard))
         if options.trace is not None:
             check_trace_path(Path(options.trace), "--trace")
+        _check_files(options, directory)
         found: CommitRecord | None = None
         layouts: tuple[StageLayout, ...] = ()
         num_slots = 0
@@ -151,7 +154,9 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                     checking = checked("checking the weights", report, stop)
                     check_weights(source.checkpoint, model, engine, progress=checking)
         probed = sum(one.probed_bytes for one in measured)
-        check_write_budget(options, directory, found, setup, engine, further_bytes=probed + small_bytes(source))
+        measuring_bytes = check_write_budget(
+            options, directory, found, setup, engine, further_bytes=probed + small_bytes(source)
+        )
         stop.check()
     return Prepared(
         options=options,
@@ -166,7 +171,21 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         weights=weights if adapter is None else with_adapters(weights, options.seed),
         baseline_bytes=baseline_bytes,
         num_slots=num_slots if resume else setup.num_slots,
+        measuring_bytes=measuring_bytes,
     )
+
+
+def _check_files(options: TrainOptions, store: Path) -> None:
+    """Refuse to write over the store's own files, and two kinds of lines into one file."""
+    for option, name in (("--metrics", options.metrics), ("--trace", options.trace)):
+        if name is None:
+            continue
+        place, root = Path(name).resolve(), store.resolve()
+        if place == root or (place.is_relative_to(root) and place.relative_to(root).parts[0] in allocation.OWN_NAMES):
+            raise ConfigError(f"{option} {name}: is one of the store's own files; name a file in another place")
+    metrics, trace = options.metrics, options.trace
+    if metrics is not None and trace is not None and Path(metrics).resolve() == Path(trace).resolve():
+        raise ConfigError(f"--trace {options.trace}: is the file of --metrics, too; name another")
 
 
 def _check_snapshot_space(

@@ -5,6 +5,7 @@ Who works calls a progress callback with done and total; `show.py` has one of th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -88,10 +89,18 @@ class LongWork:
     """Shows one piece of work at a time. Close it, or use it as a context manager, so that no bar stays."""
 
     def __init__(
-        self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        log_seconds: float = LOG_SECONDS,
     ) -> None:
-        """``clock`` gives seconds; for tests."""
+        """``clock`` gives seconds, ``log_seconds`` lie between two lines in a log; for tests."""
         self._console = console
+        self._log_seconds = log_seconds
+        #: In a log, work that tells nothing of how far it is: says that it goes on.
+        self._ticker: _Ticker | None = None
         self._quiet = quiet
         self._clock = clock
         self._bar: _Bar | None = None
@@ -114,13 +123,14 @@ class LongWork:
         if what != self._what:
             self.end()
             self._what = what
-            self._due = self._clock() + LOG_SECONDS
+            self._due = self._clock() + self._log_seconds
         if self._console.is_terminal:
             self._draw(what, done, total, unit)
+        elif not total:
+            self._ticker = self._ticker or _Ticker(self._console, what, self._log_seconds)
         elif self._clock() >= self._due:
-            self._due = self._clock() + LOG_SECONDS
-            far = f" {done / total:.0%}" if total else ""
-            self._console.print(f"{what}{far} ...", markup=False, highlight=False, soft_wrap=True)
+            self._due = self._clock() + self._log_seconds
+            _tell(self._console, f"{what} {done / total:.0%} ...")
 
     def _draw(self, what: str, done: int, total: int, unit: str) -> None:
         if self._bar is None or self._task is None:
@@ -139,7 +149,39 @@ class LongWork:
             self.end()
 
     def end(self) -> None:
-        """Take the bar away, if there is one."""
+        """Take the bar away, if there is one, and tell no more."""
+        if self._ticker is not None:
+            self._ticker.end()
+            self._ticker = None
         if self._bar is not None:
             self._bar.stop()
         self._bar, self._task, self._what = None, None, ""
+
+
+class _Ticker:
+    """Says in a log that work goes on which calls nobody meanwhile: a line after each so many seconds."""
+
+    def __init__(self, console: Console, what: str, log_seconds: float) -> None:
+        self._console = console
+        self._what = what
+        self._log_seconds = log_seconds
+        self._ended = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="hoist-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._log_seconds):
+            try:
+                _tell(self._console, f"{self._what}, {time.monotonic() - self._began:.0f} s so far ...")
+            except (OSError, ValueError):  # nobody reads the log any more: whoever has results to tell meets that, too
+                return
+
+    def end(self) -> None:
+        """No line comes after this."""
+        self._ended.set()
+        self._thread.join()
+
+
+def _tell(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

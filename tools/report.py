@@ -109,8 +109,6 @@ class RunStart:
     """Rows that it could take."""
     clips: bool = False
     """Gradients are clipped: steps show their scale."""
-    wear: tuple[str, ...] = ()
-    """What the run will do to the drive, and what would lower it: a line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hoist.scheduler.memory import STATE_BYTES, promised_bytes
 from hoist.scheduler.metrics import StepMetrics
+from hoist.tools.durations import show_clock
 from hoist.tools.evaluation import EvalRecord
 from hoist.tools.forecast import Forecast
 from hoist.tools.invoked import command_name
@@ -87,7 +88,7 @@ class Display:
             more = "" if taken == there else " (--eval-batches 0: all)"
             self._field("", f"an evaluation takes {which} validation rows{more}")
         where = f"resumed at step {start.step}" if start.resumed else "new"
-        self._field("store", f"{start.store} ({where})")
+        self._field("store", f"{start.store} ({where}); commits {start.commits}")
         if start.drives:
             spread = ", ".join(f"{directory} {share:.0%}" for directory, share in start.drives)
             self._field("drives", f"chunks are spread over {len(start.drives)}: {spread}")
@@ -102,15 +103,10 @@ class Display:
             f"{show_bytes(promised_bytes(budget))} (1.1 x budget + 32 MiB) beyond the "
             f"{show_bytes(start.baseline_bytes)} of Python and its libraries",
         )
-        parts = [f"{label} {show_bytes(num_bytes)}" for label, num_bytes in start.setup.memory.parts() if num_bytes]
-        self._field("", f"planned {show_bytes(start.setup.memory.need_bytes)}: {', '.join(parts)}")
         memory = start.setup.memory
         if memory.kept_bytes:
             share = 100.0 * memory.kept_bytes / max(1, sum(each.num_bytes for each in memory.demand.keepable))
             self._field("", f"{share:.0f}% of the states stay in memory from step to step")
-        self._field("commits", start.commits)
-        for number, line in enumerate(start.wear):
-            self._field("" if number else "wear", line)
         self._line("")
 
     def forecast(self, forecast: Forecast) -> None:
@@ -149,7 +145,7 @@ class Display:
                 show_bytes(metrics.nvme_read_bytes),
                 show_bytes(metrics.nvme_written_bytes),
                 _clipped(metrics) if start.clips else show_bytes(metrics.host_peak_bytes),
-                _clock(remaining),
+                show_clock(remaining, days=False),
             )
         )
 
@@ -247,7 +243,7 @@ def _outcome(end: RunEnd) -> str:
         )
     if end.num_steps:
         steps = "1 step" if end.num_steps == 1 else f"{end.num_steps} steps"
-        return f"{steps} in {_clock(end.seconds)}; step {end.step} of {end.steps} is committed"
+        return f"{steps} in {show_clock(end.seconds, days=False)}; step {end.step} of {end.steps} is committed"
     if end.created:
         return "the store is made and holds the initial weights, step 0"
     return f"nothing to do: the store is at step {end.step}, and --steps is {end.steps}; nothing was changed"
@@ -268,9 +264,3 @@ def _clipped(metrics: StepMetrics) -> str:
 def _row(step_width: int, *cells: str) -> str:
     widths = (step_width, 7, 7, 7, 8, 9, 9, 9, 7)
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,6 @@
-"""Byte sizes as people write them: ``4GiB``, ``512MiB``, ``1.5GB``, ``65536``; and as they are shown."""
+"""Byte sizes as people write them: ``4GiB``, ``512MiB``, ``1.5GB``, ``65536``; and as they are shown, with what they
+mean for a drive: shares of its life and days.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +54,22 @@ def show_decimal(num_bytes: float) -> str:
         return f"{amount:.0f} B"
     digits = 1 if abs(amount) < 99.95 else 0
     return f"{amount:,.{digits}f}".removesuffix(".0") + f" {unit}"
+
+
+def show_share(share: float | None) -> str:
+    """A share of a drive's life, in percent with two digits that count."""
+    percent = 100.0 * (share or 0.0)
+    if percent >= 10.0:
+        return f"{percent:.0f}%"
+    return f"{percent:.2f}%" if percent >= 0.01 else f"{percent:.2g}%"
+
+
+def show_days(days: float) -> str:
+    """A time in days, or in years, hours or minutes where that says more."""
+    if days >= 2 * 365.25:
+        return f"{days / 365.25:,.1f} years" if days < 100 * 365.25 else "more than 100 years"
+    if days >= 10:
+        return f"{days:.0f} days"
+    if days >= 1:
+        return f"{days:.1f} days"
+    return f"{24 * days:.1f} hours" if days >= 1 / 24 else f"{24 * 60 * days:.0f} minutes"

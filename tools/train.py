@@ -6,8 +6,10 @@ Options are in `options.py`, what is told in `report.py`, the engine in `hoist.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,7 @@ from hoist.tools.drives import shares
 from hoist.tools.evaluation import Evaluation
 from hoist.tools.forecast import Forecast
 from hoist.tools.forecasting import make_forecast
+from hoist.tools.loudness import is_quiet
 from hoist.tools.metrics_file import MetricsFile
 from hoist.tools.model_files import save_model_files, store_attributes
 from hoist.tools.options import TrainOptions
@@ -38,6 +41,8 @@ from hoist.tools.wear import (
     foreseen,
     rate_drives,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def train(options: TrainOptions, report: Reporter) -> RunEnd:
@@ -61,9 +66,10 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
             evaluation = evaluation_of(run, rows, validation, data)
             prediction = None if forecast is None else forecast.prediction
             predicted_seconds = None if prediction is None else prediction.seconds
-            start = _start(run, engine, rows, data, store, evaluation, predicted_seconds)
+            start = _start(run, engine, rows, data, store, evaluation)
             report.plan(start)
             if forecast is not None:
+                forecast = replace(forecast, wear=wear_ahead(run, store, predicted_seconds))
                 report.forecast(forecast)
             metrics_file = None
             if options.metrics is not None:
@@ -74,7 +80,8 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
                 cleanup.enter_context(tensorboard)
             trace = None
             if options.trace is not None:
-                trace = cleanup.enter_context(Trace(options.trace, notice=report.notice, option="--trace"))
+                notice = _of_lost_trace(report)
+                trace = cleanup.enter_context(Trace(options.trace, notice=notice, option="--trace"))
             sinks = [sink for sink in (metrics_file, tensorboard) if sink is not None]
             loop = Loop(
                 run, store, data, start, engine, stop, report, sinks, evaluation, trace=trace, forecast=forecast
@@ -96,8 +103,8 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
             forecast = make_forecast(run, report, stop)
             seconds = None if forecast.prediction is None else forecast.prediction.seconds
             options = run.options
-            report.notice(foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds))
-            return forecast
+            wear = foreseen(options, run.directory, run.found, run.setup, predicted_seconds=seconds)
+            return replace(forecast, wear=wear)
         finally:
             for each in made:
                 if each is not None and each.source.made is not None:
@@ -147,7 +154,6 @@ def _start(
     data: token_data.StepData,
     store: Store,
     evaluation: Evaluation | None,
-    predicted_seconds: float | None,
 ) -> RunStart:
     options = run.options
     assert store.record is not None
@@ -174,8 +180,12 @@ def _start(
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
         commits=_commit_rule(options.trainer_config(), run.setup),
-        wear=wear_ahead(run, store, predicted_seconds),
     )
+
+
+def _of_lost_trace(report: Reporter) -> Callable[[str], None]:
+    """Tells that the trace could not be written, which the run outlives: with `--quiet` too, since it was asked for."""
+    return _log.error if is_quiet() else report.notice
 
 
 def _commit_rule(config: TrainerConfig, setup: Setup) -> str:

@@ -16,7 +16,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.endurance import Wear
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.preflight import probed_bytes
+from hoist.scheduler.preflight import DRIVE_BYTES, probed_bytes
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.writes import Saving, Writes
@@ -26,10 +26,12 @@ from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tiers.wear import DirectoryWear, WearLedger, WearRecord, read_wear
 from hoist.tools.options import TrainOptions
-from hoist.tools.sizes import show_decimal
+from hoist.tools.sizes import show_days, show_decimal, show_share
 
 #: What the most that a step can write has on top, for small files: of snapshots, and the ledger itself.
 SMALL_BYTES = 2**20
+#: Measuring a drive takes about one part in so many of what is left of a budget of writes, for each of two writes.
+_BUDGET_PARTS = 200
 _FROM_OPTION, _FROM_DRIVE = "--tbw", "smart"
 
 
@@ -41,8 +43,10 @@ def check_tbw(options: TrainOptions, directory: Path, found: CommitRecord | None
     count = _num_drives(options, directory, found)
     given = len(options.tbw)
     if given not in (0, 1, count):
-        raise ConfigError(f"--tbw: given {given} times, and the store has {count} of them (drives); give it once or "
-                          f"{count} times")  # fmt: skip
+        allowed = "once" if count == 1 else f"once, or {count} times in the drives' order"
+        raise ConfigError(
+            f"--tbw: given {given} times, and the store has {count} drive{'s' * (count != 1)}; give it {allowed}"
+        )
 
 
 def _num_drives(options: TrainOptions, directory: Path, found: CommitRecord | None) -> int:
@@ -73,21 +77,23 @@ def check_write_budget(
     engine: IoEngine,
     *,
     further_bytes: int,
-) -> None:
+) -> int:
     """Raise ConfigError if the budget of writes is used up, or too small for one step and its commit.
 
-    ``further_bytes``: small files that a new store gets, and what measuring its drives writes.
+    ``further_bytes``: small files that a new store gets, and what measuring its drives writes. Returns how many bytes
+    the file may have with which a drive is then measured for the prediction: of a budget of writes a small part.
     """
     budget = options.write_budget_bytes()
     step = 0 if found is None else found.step
     if budget is None or (found is not None and step >= options.steps):
-        return
+        return DRIVE_BYTES
+    num_drives = _num_drives(options, directory, found)
     written = known_bytes(directory, found)
     needed = written
     if found is None:
         needed += writes.creation_bytes(setup) + further_bytes + SMALL_BYTES
     if step < options.steps:
-        needed += probed_bytes(setup, engine) * _num_drives(options, directory, found)
+        needed += probed_bytes(setup, engine, most_bytes=0) * num_drives  # at the least
         needed += writes.count(setup, options.trainer_config(), found).most_bytes() + SMALL_BYTES
     if written > budget:
         raise ConfigError(
@@ -101,6 +107,7 @@ def check_write_budget(
             f"store's drives so far, and {what} may write {show_decimal(needed - written)}; give at least {needed} "
             "bytes, or 0 for no limit"
         )
+    return min(DRIVE_BYTES, (budget - needed) // (_BUDGET_PARTS * num_drives))
 
 
 def count_measuring(store: Store, *, read_bytes: int, written_bytes: int) -> None:
@@ -167,8 +174,10 @@ def foreseen(
     setup: Setup,
     *,
     predicted_seconds: float | None,
-) -> str:
-    """:func:`ahead` of a run that is not begun, from what the store counts, if it is there. Changes nothing."""
+) -> tuple[str, ...]:
+    """:func:`ahead` and :func:`lower` of a run that is not begun, from what the store counts, if it is there. Changes
+    nothing.
+    """
     try:
         record = read_wear(directory)
     except (OSError, ValueError):
@@ -189,7 +198,7 @@ def foreseen(
     wear = endurance.judge(
         record, bytes_per_step=bytes_per_step, seconds_per_step=predicted_seconds, steps_left=steps
     )
-    return ahead(wear, steps)
+    return tuple(line for line in (ahead(wear, steps), lower(setup, config)) if line)
 
 
 def ahead(wear: Wear, steps: int) -> str:
@@ -232,25 +241,6 @@ def _lasting(wear: Wear) -> str:
     if worst.used_share is not None and worst.used_share >= 0.01:
         text += f", what is left of it {show_days(worst.days_left)}"
     return text
-
-
-def show_share(share: float | None) -> str:
-    """A share of a drive's life, in percent with two digits that count."""
-    percent = 100.0 * (share or 0.0)
-    if percent >= 10.0:
-        return f"{percent:.0f}%"
-    return f"{percent:.2f}%" if percent >= 0.01 else f"{percent:.2g}%"
-
-
-def show_days(days: float) -> str:
-    """A time in days, or in years, hours or minutes where that says more."""
-    if days >= 2 * 365.25:
-        return f"{days / 365.25:,.1f} years" if days < 100 * 365.25 else "more than 100 years"
-    if days >= 10:
-        return f"{days:.0f} days"
-    if days >= 1:
-        return f"{days:.1f} days"
-    return f"{24 * days:.1f} hours" if days >= 1 / 24 else f"{24 * 60 * days:.0f} minutes"
 
 
 def lower(setup: Setup, config: TrainerConfig) -> str:

@@ -105,6 +105,6 @@ def test_a_trainer_measures_its_steps(tmp_path: Path) -> None:
         ops = trainer._plan(2).plan.ops
         moved = after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes
         io_kinds = [each for each in ops if each.lane.value == "io"]
-        assert sum(trainer._runtime.io_bytes(each) for each in io_kinds) == moved
+        assert sum(trainer._op_bytes.num_bytes(each) for each in io_kinds) == moved
     assert 0 < found.forward_seconds < found.backward_seconds
     assert min(found.states_io_seconds, found.forward_io_seconds, found.updates_seconds) > 0

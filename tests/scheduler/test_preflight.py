@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from hoist.scheduler import advice
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.link import link
 from hoist.scheduler.ops import Lane
 from hoist.scheduler.plan import flush
-from hoist.scheduler.preflight import DrivePlace, Prediction, predict, step_plan
+from hoist.scheduler.preflight import DrivePlace, Prediction, predict
 from hoist.scheduler.pricing import Prices
 from hoist.scheduler.residency import Candidate, Keep
 from hoist.scheduler.setup import Setup
+from hoist.scheduler.step_plans import steady_plan, step_plan
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes, warm_up
 from hoist.tiers.io.direct import DirectEngine
@@ -57,11 +57,10 @@ def run_bytes(trainer: Trainer, num_steps: int) -> tuple[int, int]:
     """What a trainer's steps and its wait() should move: the cold step, the steady ones, and what these leave."""
     setup: Setup = trainer._setup
     prices = Prices(setup, part_bytes=2**20)
-    delays = trainer._delays
-    plans = [step_plan(setup, trainer.config, cold=True, pending=False).plan]
-    plans += [step_plan(setup, trainer.config, cold=False, pending=delays).plan] * (num_steps - 1)
-    if delays:
-        plans.append(link(flush(setup.shapes(), setup.buffers())).plan)
+    plans = [step_plan(setup, trainer.config, cold=True, pending=False)]
+    plans += [steady_plan(setup, trainer.config)] * (num_steps - 1)
+    if setup.leaves_updates:
+        plans.append(flush(setup.shapes(), setup.buffers()))
     moved = [prices.bytes_of(plan.ops) for plan in plans]
     return sum(read for read, _ in moved), sum(written for _, written in moved)
 

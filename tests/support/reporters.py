@@ -29,6 +29,7 @@ class Recorder:
 
     def progress(self, what: str, done: int, total: int, unit: str = "") -> None:
         assert 0 <= done <= total or not total
+        assert unit or total >= 1024 or not total, f"{what}: {total} of what? so few are no bytes"
         if what not in self.preparations:
             self.preparations.append(what)
             self.at(what)

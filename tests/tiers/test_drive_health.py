@@ -116,7 +116,10 @@ def test_a_young_drive_implies_no_rating() -> None:
 
 @pytest.mark.parametrize(
     "answer", ["", "[]", "{}", json.dumps(ANSWER | {"data_units_written": "many"}),
-               json.dumps(ANSWER | {"data_units_written": -1}), json.dumps(ANSWER | {"percent_used": True})]
+               json.dumps(ANSWER | {"data_units_written": -1}), json.dumps(ANSWER | {"percent_used": True}),
+               json.dumps(ANSWER | {"data_units_written": float("inf")}),
+               json.dumps(ANSWER | {"data_units_written": "9" * 6000}), "[" * 100_000],
+    ids=lambda answer: answer[:12],
 )  # fmt: skip
 def test_answers_that_are_none(answer: str) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -23,7 +23,8 @@ from hoist.tiers.small_files import Unusable
 from hoist.tiers.snapshots import take
 from hoist.tiers.wear import DirectoryWear, WearRecord
 from hoist.tools.drives import change
-from hoist.tools.inspection.looking import Condition, Inspection, inspect_store, show_span
+from hoist.tools.durations import show_span
+from hoist.tools.inspection.looking import Condition, Inspection, inspect_store
 from hoist.tools.inspection.store_view import MAX_DAMAGE
 from tests.support.commands import hoist, tree
 from tests.support.damage import flip_a_bit, shorten
@@ -194,10 +195,10 @@ def test_what_the_store_counts_where_no_run_tells(store: Path, capfd: pytest.Cap
     )
     (store / WEAR_NAME).write_text(json.dumps(WearRecord(store_id=STORE_ID, directories=(written,)).to_json()))
     shown = hoist(capfd, "inspect", store).out
-    assert "wear     3.00 TiB written so far; 0.55% of the drive's 600 TB are used (smart)\n" in shown
+    assert "wear     3.3 TB written so far; 0.55% of 600 TB (as the drive itself implies) are used\n" in shown
     write_status(store, STATUS, wear=None, last_step={"step": 41, "nvme_written_bytes": 2**30}, state=RunState.ENDED)
     shown = hoist(capfd, "inspect", store).out
-    assert "far, 1.0 GiB a step; 0.55% of the drive's 600 TB are used (smart); 16 days left" in shown
+    assert "far, 1.1 GB a step; 0.55% of 600 TB (as the drive itself implies) are used; 16 days are left" in shown
     (store / WEAR_NAME).write_text("{")
     assert f"{store / WEAR_NAME}: is torn" in look(store).notes[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,18 @@ from torch import Tensor
 
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.errors import StoreFormatError, StoreRefusedError
-from hoist.tiers.format import StateArray
+from hoist.tiers.format import LOCK_NAME, StateArray
 from hoist.tiers.io.base import IoEngine
+from hoist.tiers.lock import StoreLock
 from hoist.tiers.snapshots import take
 from hoist.tiers.store import Store
 from hoist.tools.inspection.diff import compare, other_side
+from hoist.tools.inspection.looking import StageStates
 from hoist.tools.inspection.tensors import inspect_tensors
 from hoist.tools.inspection.values import Gatherer, Statistics
 from hoist.tools.read_tensor import read_tensor
 from tests.support.commands import hoist, tree
+from tests.support.inspected import many_layouts, status_of, write_status, write_store
 from tests.support.models import tiny_config
 from tests.support.stores import HARD_NAME, commit, committed, direct_engine, fill
 from tests.support.training import Engine, Outcome, Recipe, make_steps, train
@@ -223,6 +227,30 @@ def test_the_view_and_json_of_a_tensor(trained: tuple[Path, Outcome], capfd: pyt
     (tensor,) = document["tensors"]
     assert tensor["name"] == NAME
     assert tensor["statistics"]["weight"]["num_nan"] == 0
+
+
+def test_where_its_stage_is_while_a_run_trains(
+    tmp_path: Path, engine: IoEngine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the run that tells; statistics stay those of the commit. Once nobody holds the store, all is on NVMe."""
+    layouts = many_layouts(3)
+    status = status_of(layouts, stage=2)
+    write_store(tmp_path / "store", layouts)
+    write_status(tmp_path / "store", status)
+    name = "model.layer.1.weight"
+    lock = StoreLock(tmp_path / "store" / LOCK_NAME)
+    try:
+        (report,) = inspect_tensors(tmp_path / "store", [name], engine=engine)
+        shown = hoist(capfd, "inspect", tmp_path / "store", "--tensor", name)
+        told = json.loads(hoist(capfd, "inspect", tmp_path / "store", "--tensor", name, "--json").out)
+    finally:
+        lock.release()
+    assert report.now == StageStates(name="layer.1", kinds=status.stages[2])
+    where = "weights H 16.0 KiB+ N 16.0 KiB, moments H 16.0 KiB*> N 16.0 KiB, gradients H 16.0 KiB*, activations "
+    assert f"  now        the stage has {where}H 4.0 KiB N 4.0 KiB\n" in shown.out
+    assert told["tensors"][0]["now"]["moments"] == asdict(status.stages[2][1])
+    (report,) = inspect_tensors(tmp_path / "store", [name], engine=engine)
+    assert (report.now, report.to_json()["now"]) == (None, None)
 
 
 # --- differences ----------------------------------------------------------------------------------------------------

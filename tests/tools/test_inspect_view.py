@@ -19,9 +19,10 @@ from hoist.scheduler.status import RunStatus, StateBytes
 from hoist.tiers.format import LOCK_NAME
 from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import StoreLock
+from hoist.tools.durations import show_clock
 from hoist.tools.inspection.looking import Inspection, StageStates, inspect_store
 from hoist.tools.inspection.rows import MAX_ROWS, rows, total
-from hoist.tools.inspection.view import next_step, render, short_bytes, show_clock
+from hoist.tools.inspection.view import next_step, render, short_bytes
 from hoist.tools.inspection.watch import Screen
 from tests.support.commands import hoist
 from tests.support.inspected import many_layouts, status_of, write_status, write_store
@@ -176,8 +177,8 @@ def test_numbers_of_the_run(thousand: Inspection) -> None:
         "20.0 MiB of 64.0 MiB, at most 30.0 MiB",
         "reads 1.25 GB/s, writes 85.0 MB/s",
         "40.0 MiB now, at most 47.0 MiB so far, within the promised 67.0 MiB",
-        "5.00 TiB written so far, 12.0 GiB a step; 0.92% of the drive's 600 TB are used (--tbw); 812 days left",
-        "2.4 s a step, bound by compute; measured 2.5 s, +4%",
+        "5.5 TB written so far, 12.9 GB a step; 0.92% of 600 TB (--tbw) are used; 2.2 years are left at this speed",
+        "2.4 s a step, bound by computation; measured 2.5 s, error -4%",
         "io         61%      20%",
         "read_states(layer.499) and 2 more",
     ):
@@ -276,3 +277,7 @@ def test_short_sizes(num_bytes: int, text: str) -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert show_clock(seconds) == text
+
+
+def test_clock_of_hours_alone() -> None:
+    assert show_clock(190061, days=False) == "52:47:41"

@@ -71,6 +71,33 @@ def test_quiet_work_leaves_nothing() -> None:
     assert not file.getvalue()
 
 
+class _Waking(io.StringIO):
+    """A log that says when it has got a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self.getvalue().endswith("\n"):
+            self.got.set()
+        return count
+
+
+def test_work_of_unknown_length_says_in_a_log_that_it_goes_on() -> None:
+    """Without being asked, as a commit tells nothing before it is over; and nothing after that."""
+    file = _Waking()
+    work = LongWork(Console(file=file, force_terminal=False, _environ={}), log_seconds=1e-3)
+    with work.during("committing"):
+        assert file.got.wait(60.0)
+    told = file.getvalue()
+    assert re.fullmatch(r"(committing, \d+ s so far \.\.\.\n)+", told)
+    work.progress("exporting", 1, 2)
+    assert "committing" not in file.getvalue().removeprefix(told)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hoist-progress"]
+
+
 @pytest.mark.parametrize("width", [28, 40, 60, 80, 200])
 def test_a_bar_fits_the_terminal(width: int) -> None:
     file = io.StringIO()
@@ -163,6 +190,13 @@ def on_terminal(*arguments: object, columns: int) -> tuple[int, str]:
     return code, b"".join(parts).decode()
 
 
+def test_quiet_tells_that_a_trace_was_lost(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, but what was asked for is not there."""
+    ended = hoist(capfd, "train", "--store", job.store, "--steps", 2, "--trace", "/dev/full", "--quiet")
+    told = "ERROR: the trace /dev/full ends here, it cannot be written: No space left on device\n"
+    assert ended == Result(code=0, out="", err=told)
+
+
 def test_a_narrow_terminal(job: Job) -> None:
     code, text = on_terminal("export", job.store, job.folder / "narrow", "--verify", columns=40)
     assert code == 0
@@ -196,6 +230,7 @@ def test_quiet_commands_say_what_was_asked_for(
         ["restore", job.store, "kept"],
         ["snapshot", job.store, "kept", "--remove"],
         ["train", "--store", job.store, "--steps", 2],
+        ["report", job.store, "--html", tmp_path / "report.html"],
     ):
         assert run(*arguments) == Result(code=0, out="", err=""), arguments
     assert json.loads(run("verify", job.store, "--json").out)["ok"]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hoist.tools.tensorboard_log import scalars
+from hoist.scheduler.metrics import StepMetrics
+from hoist.tools.errors import MetricsError
+from hoist.tools.tensorboard_log import TensorboardLog, scalars
 from hoist.tools.train import train
 from tests.support.commands import SEQ_LEN, Job, hoist, make_job, read_metrics
 from tests.support.models import VOCAB_SIZE
+from tests.support.processes import mount_small_drive, run_in_process
 from tests.support.reporters import Recorder
 
 pytest.importorskip("tensorboard")
@@ -121,3 +125,29 @@ def test_without_the_package_one_line_says_what_to_install(job: Job) -> None:
     assert "--tensorboard: needs tensorboard" in done.stderr
     assert "pip install tensorboard, or hoist-engine[tensorboard]" in done.stderr
     assert not job.store.exists()
+
+
+def _fill(directory: Path, metrics: Path) -> str | None:
+    """In a process of its own: the same step again and again, until the drive is full. Who told of it."""
+    if not mount_small_drive(directory, 64 * 1024):
+        return None
+    step = StepMetrics(**read_metrics(metrics)[0])
+    with TensorboardLog(directory, next_step=1) as log, pytest.raises(MetricsError) as raised:
+        assert threading.active_count() == 1
+        while True:
+            log.write(step)
+    return str(raised.value)
+
+
+def test_a_full_drive_is_told_by_the_step_that_meets_it_and_once(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    """No thread of its own would print a traceback, and closing adds nothing."""
+    metrics = job.folder / "m.jsonl"
+    train(job.options(steps=1, metrics=metrics), Recorder())
+    board = job.folder / "board"
+    board.mkdir()
+    code, answer = run_in_process(_fill, board, metrics)
+    if answer is None:
+        pytest.skip("no small file system can be mounted here")
+    assert code == 0
+    assert answer == f"--tensorboard {board}: cannot be written: No space left on device"
+    assert capfd.readouterr().err == ""

@@ -12,9 +12,9 @@ from hoist.scheduler.endurance import judge
 from hoist.scheduler.status import RunStatus
 from hoist.tiers.wear import DirectoryWear, WearRecord, read_wear
 from hoist.tools.report import RunEnd
-from hoist.tools.sizes import show_decimal
+from hoist.tools.sizes import show_days, show_decimal, show_share
 from hoist.tools.train import train
-from hoist.tools.wear import ahead, show_days, show_share
+from hoist.tools.wear import ahead
 from tests.support.commands import SEQ_LEN, Job, curve, hoist, make_job
 from tests.support.models import VOCAB_SIZE
 from tests.support.reporters import Recorder
@@ -121,7 +121,7 @@ def test_a_dry_run_says_it_too_and_counts_nothing(job: Job, capfd: pytest.Captur
     done = hoist(capfd, *job.arguments("--dry-run", "--tbw", "600TB"))
     assert done.code == 0, done.err
     (line,) = [line for line in done.out.splitlines() if " of 600 TB" in line]
-    assert line.startswith("note     writes ")
+    assert line.startswith("wear     writes ")
     assert not job.store.exists()
 
 
@@ -139,7 +139,8 @@ def test_a_store_is_not_made_for_a_budget_that_allows_no_step(job: Job, capfd: p
     ("options", "refusal"),
     [
         (("--tbw", "many"), "--tbw: 'many' is not a size"),
-        (("--tbw", "1TB", "--tbw", "2TB"), "--tbw: given 2 times, and the store has 1 of them"),
+        (("--tbw", "600"), "--tbw: '600' is 600 bytes, less than any drive is rated for; write for instance 600TB"),
+        (("--tbw", "1TB", "--tbw", "2TB"), "--tbw: given 2 times, and the store has 1 drive; give it once"),
         (("--write-budget", "-3"), "--write-budget: '-3' is not a size"),
     ],
 )

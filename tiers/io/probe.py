@@ -1,11 +1,12 @@
 """How fast a directory's drive is through an engine, measured by a real write, flush, read and check.
 
-For `hoist doctor`, `bench_step.py` and the dealing of chunks over several drives. Nothing is remembered here, and no
-result of a run depends on these numbers.
+For `hoist doctor`, benchmarks, predictions, and the dealing of chunks over several drives. Nothing is remembered here,
+and no result of a run depends on these numbers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -40,6 +41,87 @@ class Bandwidth:
     """Processor time of the whole process for a byte, written or read; little else should run in it meanwhile."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadySpeed:
+    """How fast a drive is with what was written before, as the slots of a store's chunks are after the first steps."""
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    """Over blocks that hold data already; the final fdatasync included."""
+    alone_read_bytes_per_second: float
+    """With one request at a time."""
+    page_read_seconds: float
+    """Of a request of one page, through the engine's threads and back."""
+    cpu_seconds_per_byte: float
+    """Processor time of the whole process for a byte, written or read; little else should run in it meanwhile."""
+    measured_bytes: int
+    """What was written a first time: all of the file, or as much as there was time for."""
+
+
+#: Requests of a page that :func:`measure_steady` times.
+_PAGES = 32
+
+
+def measure_steady(
+    directory: Path, engine: IoEngine, *, num_bytes: int, request_bytes: int, in_flight: int, seconds: float = 0.4
+) -> SteadySpeed:
+    """Write a temporary file of about ``num_bytes`` in ``directory`` twice, and time the second time; then read it.
+
+    The first write into blocks that are only reserved is slower than those of a run, as the file system must note each
+    extent as written: two fifths on ext4. The first write, the second and the reads take ``seconds`` each at most, and
+    what flushing then takes; what is beyond that is not written, nor read. Otherwise as :func:`measure_bandwidth`,
+    but that nothing is checked.
+    """
+    num_requests = _num_requests(num_bytes, request_bytes, in_flight)
+    path = _make_file(directory, num_requests * request_bytes)
+    try:
+        ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+        for buffer in ring:
+            buffer.random_(0, 256, generator=torch.Generator().manual_seed(1))
+
+        def write(index: int, buffer: torch.Tensor) -> Future[None]:
+            return engine.write(path, index * request_bytes, buffer)
+
+        def read(index: int, buffer: torch.Tensor) -> Future[None]:
+            return engine.read(path, index * request_bytes, buffer)
+
+        def read_page(index: int, buffer: torch.Tensor) -> Future[None]:
+            return engine.read(path, index * IO_ALIGN_BYTES, buffer[:IO_ALIGN_BYTES])
+
+        num_requests = _stream(num_requests, ring, write, seconds=seconds)
+        engine.flush(path).result()
+        started, started_cpu = time.perf_counter(), time.process_time()
+        num_written = _stream(num_requests, ring, write, seconds=seconds)
+        engine.flush(path).result()
+        written = time.perf_counter()
+        num_read = _stream(num_requests, ring, read, seconds=seconds)
+        finished, cpu = time.perf_counter(), time.process_time() - started_cpu
+        num_alone = _stream(-(-num_requests // 4), ring[:1], read, seconds=seconds / 4)
+        alone = time.perf_counter()
+        num_pages = _stream(min(_PAGES, num_requests * request_bytes // IO_ALIGN_BYTES), ring[:1], read_page,
+                            seconds=seconds / 4)  # fmt: skip
+        return SteadySpeed(
+            read_bytes_per_second=num_read * request_bytes / (finished - written),
+            write_bytes_per_second=num_written * request_bytes / (written - started),
+            alone_read_bytes_per_second=num_alone * request_bytes / (alone - finished),
+            page_read_seconds=(time.perf_counter() - alone) / num_pages,
+            cpu_seconds_per_byte=cpu / ((num_written + num_read) * request_bytes),
+            measured_bytes=num_requests * request_bytes,
+        )
+    finally:
+        engine.forget(path)
+        path.unlink()
+
+
+def _num_requests(num_bytes: int, request_bytes: int, in_flight: int) -> int:
+    """Raises ValueError."""
+    if request_bytes < 1 or request_bytes % IO_ALIGN_BYTES:
+        raise ValueError(f"request_bytes: got {request_bytes}, must be a positive multiple of {IO_ALIGN_BYTES}")
+    if in_flight < 1:
+        raise ValueError(f"in_flight: got {in_flight}, must be at least 1")
+    return max(1, -(-num_bytes // request_bytes))
+
+
 def measure_bandwidth(
     directory: Path,
     engine: IoEngine,
@@ -54,11 +136,7 @@ def measure_bandwidth(
     buffers and one more. The engine should do nothing else meanwhile. Raises StoreRefusedError where the file cannot be
     made, TransferError where a transfer fails.
     """
-    if request_bytes < 1 or request_bytes % IO_ALIGN_BYTES:
-        raise ValueError(f"request_bytes: got {request_bytes}, must be a positive multiple of {IO_ALIGN_BYTES}")
-    if in_flight < 1:
-        raise ValueError(f"in_flight: got {in_flight}, must be at least 1")
-    num_requests = max(1, -(-num_bytes // request_bytes))
+    num_requests = _num_requests(num_bytes, request_bytes, in_flight)
     path = _make_file(directory, num_requests * request_bytes)
     try:
         return _measure(path, engine, num_requests, request_bytes, in_flight)
@@ -135,19 +213,31 @@ def _stream(
     ring: list[torch.Tensor],
     start: Callable[[int, torch.Tensor], Future[None]],
     use: Callable[[int, torch.Tensor], None] = lambda index, buffer: None,
-) -> None:
-    """Keep the ring's buffers in flight until all requests are done. Leaves none in flight, whatever is raised."""
+    *,
+    seconds: float = math.inf,
+) -> int:
+    """Keep the ring's buffers in flight until all requests are done. Leaves none in flight, whatever is raised.
+
+    After ``seconds`` no more are started. Returns how many were, one at least.
+    """
     flying: dict[int, Future[None]] = {}
+    until = time.perf_counter() + seconds
+    stop = num_requests
     try:
         for index in range(num_requests + len(ring)):
             done = index - len(ring)
-            if done >= 0:
+            if done in flying:
                 flying.pop(done).result()
                 use(done, ring[done % len(ring)])
-            if index < num_requests:
+            if index < stop:
                 flying[index] = start(index, ring[index % len(ring)])
+                if time.perf_counter() > until:
+                    stop = index + 1
+            elif not flying:
+                break
     finally:
         wait(flying.values())
+    return stop
 
 
 def _aligned_buffer(num_bytes: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ def report(
 def _report(store: Path, html: Path | None, png: Path | None) -> int:
     from hoist.tools.errors import ReportRefusedError
     from hoist.tools.invoked import install_command
+    from hoist.tools.loudness import say
     from hoist.tools.run_report.facts import gather
 
     if html is None and png is None:
@@ -42,7 +43,7 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
         import altair  # noqa: F401
         import vl_convert  # noqa: F401
     except ModuleNotFoundError as error:
-        command = install_command("'hoist-engine[report]'")
+        command = install_command("altair vl-convert-python")
         raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
     from hoist.tools.run_report.making import check_target, report_of, write_file
 
@@ -66,5 +67,5 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
         write_file(target, data)
         from hoist.tools.sizes import show_bytes
 
-        typer.echo(f"wrote {path} ({show_bytes(len(data))})")
+        say(f"wrote {path} ({show_bytes(len(data))})")
     return 0

@@ -24,6 +24,7 @@ from hoist.tiers.layout import StageLayout
 from hoist.tiers.lock import Holder
 from hoist.tiers.small_files import Why
 from hoist.tiers.wear import read_wear
+from hoist.tools.durations import show_span
 from hoist.tools.inspection.store_view import StoreView, look
 
 #: Raised by one when a reader of the version before would misread `--json`.
@@ -129,7 +130,7 @@ class Inspection:
         """Steps of the whole run, as it told, or as the last commit has them."""
         if self.status is not None and self.status.position.num_steps is not None:
             return self.status.position.num_steps
-        found = self._options().get("steps")
+        found = self.options.get("steps")
         return found if isinstance(found, int) else None
 
     @property
@@ -154,7 +155,9 @@ class Inspection:
             if placed.spec.frozen_weight
         )
 
-    def _options(self) -> Mapping[str, Any]:
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What `hoist train` was told, as the last commit has it; empty where another program trained."""
         found = None if self.view.record is None else self.view.record.run.get("options")
         return found if isinstance(found, Mapping) else {}
 
@@ -189,6 +192,7 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "free_bytes": self.free_bytes,
             "num_steps": self.num_steps,
+            "options": dict(self.options),
             "snapshots": list(self.view.snapshots),
             "live": self.is_live,
             "age_seconds": self.age_seconds,
@@ -198,12 +202,12 @@ class Inspection:
         }
 
 
-def inspect_store(directory: Path, *, before: Inspection | None = None, now: float | None = None) -> Inspection:
+def inspect_store(directory: str | Path, *, before: Inspection | None = None, now: float | None = None) -> Inspection:
     """Look at a store or a snapshot. ``before``: the last look, so that what no commit has changed is not read again.
 
     ``now`` is for tests. Raises StoreRefusedError where there is neither.
     """
-    view = look(directory, None if before is None else before.view)
+    view = look(Path(directory), None if before is None else before.view)
     if view.is_snapshot:
         step = "" if view.record is None else f" of step {view.record.step}"
         name = view.directory.name
@@ -389,16 +393,6 @@ def _without_stages(status: RunStatus) -> dict[str, Any]:
     document = status.to_json()
     del document["stages"], document["stage_names"]
     return document
-
-
-def show_span(seconds: float) -> str:
-    """A span of time in one or two units."""
-    if seconds < 100:
-        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 100:
-        return f"{minutes:.0f} min"
-    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def show_time(seconds: float, now: float) -> str:

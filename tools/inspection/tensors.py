@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from hoist.scheduler.reading import TensorReader
+from hoist.scheduler.status import STATE_KINDS
 from hoist.tiers import drives, inventory
 from hoist.tiers import format as store_format
 from hoist.tiers.errors import StoreFormatError, TransferError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.redeal import drive_of
 from hoist.tiers.store import Store
+from hoist.tools.inspection.looking import StageStates, inspect_store
 from hoist.tools.inspection.values import (
     WINDOW_ELEMENTS,
     Gatherer,
@@ -31,6 +33,7 @@ from hoist.tools.inspection.values import (
     tensors_of,
     windows,
 )
+from hoist.tools.inspection.view import states_line
 
 #: Reads of one tensor, until no commit comes between.
 _TRIES = 20
@@ -83,10 +86,14 @@ class TensorReport:
     """Of the weight and, where it is trained, of both moments."""
     damage: str | None
     """Why statistics are missing."""
+    now: StageStates | None = None
+    """Where its stage's states were right after it was read; None unless a run holds the store. Numbers and files are
+    the commit's all the same."""
 
     def to_json(self) -> dict[str, Any]:
         """As ``--json`` prints it; numbers beyond JSON's are null."""
-        return asdict(self)
+        states = None if self.now is None else self.now.to_json()
+        return {**asdict(self), "now": states and {kind: states[kind] for kind in STATE_KINDS}}
 
 
 def inspect_tensors(
@@ -128,7 +135,7 @@ def inspect_tensors(
                     reports.append(report)
                     tries = 0
                 else:
-                    return reports
+                    return _with_whereabouts(directory, reports)
             finally:
                 reader.close()
         tries += 1
@@ -137,6 +144,13 @@ def inspect_tensors(
                 f"{directory}: a run commits faster than {name} can be read; keep a commit with hoist snapshot "
                 f"{directory} NAME, and inspect that"
             )
+
+
+def _with_whereabouts(directory: Path, reports: Sequence[TensorReport]) -> list[TensorReport]:
+    """The reports, with where their stages' states are now if a run tells."""
+    found = inspect_store(directory)
+    now = {stage.name: stage for stage in found.stages} if found.is_live else {}
+    return [replace(report, now=now.get(report.stage)) for report in reports]
 
 
 def _report(
@@ -265,6 +279,8 @@ def _lines(report: TensorReport) -> list[Text]:
         field("also", ", ".join(report.tied_names))
     unit = "elements" if report.kind == "trained" else "frozen bytes"
     field("lies in", f"stage {report.stage}, {unit} {report.start:,} to {report.stop:,}")
+    if report.now is not None:
+        lines.append(Text.assemble((f"  {'now':<11}", "bold"), "the stage has ", states_line(report.now)))
     updates = "" if report.adam_steps is None else f"; Adam has updated it {report.adam_steps:,} times"
     field("committed", f"step {report.step:,}, generation {report.generation:,}{updates}")
     chunks = list(dict.fromkeys(file.chunk for file in report.files))

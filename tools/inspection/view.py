@@ -10,16 +10,17 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from hoist.scheduler.status import STATE_KINDS, RunStatus, StateBytes, TierStatus
-from hoist.tools.inspection.looking import Condition, Inspection, show_span
+from hoist.tools.durations import show_clock, show_span
+from hoist.tools.inspection.looking import Condition, Inspection, StageStates
 from hoist.tools.inspection.rows import MAX_ROWS, Row, rows, total
-from hoist.tools.sizes import show_bytes
+from hoist.tools.invoked import shown_path
+from hoist.tools.sizes import show_bytes, show_days, show_decimal, show_share
 
 #: Letter and colour of each tier; the colours are told apart with any kind of colour blindness (Okabe and Ito 2008).
 TIERS = {"device": ("D", "#e69f00"), "host": ("H", "#56b4e9"), "nvme": ("N", "#009e73")}
@@ -35,6 +36,8 @@ _CONDITION_STYLES = {
     Condition.DIED: "bold #d55e00",
     Condition.UNFINISHED: "bold #d55e00",
 }
+#: Lanes as people call them.
+LANES = {"compute": "computation", "io": "i/o", "optim": "updates", "copy": "merging weights", "commit": "commits"}
 _LABEL_WIDTH = 9
 _BAR_WIDTH = 20
 _GAP = 2
@@ -138,14 +141,14 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
             (f"{'store':<{_LABEL_WIDTH}}", _LABEL_STYLE),
             (condition.value, _CONDITION_STYLES.get(condition, "bold")),
             "  ",
-            canvas.plain(_shown_path(view.directory)),
+            canvas.plain(shown_path(view.directory)),
         )
     )
     if canvas.width is not None and canvas.lines[-1].cell_len > canvas.width:
         canvas.lines[-1] = Text.assemble(
             (f"{'store':<{_LABEL_WIDTH}}", _LABEL_STYLE), (condition.value, _CONDITION_STYLES.get(condition, "bold"))
         )
-        canvas.field("", _shown_path(view.directory))
+        canvas.field("", shown_path(view.directory))
     canvas.field("", inspection.message)
     frozen = f" and {inspection.num_frozen:,} frozen ones" if inspection.num_frozen else ""
     if view.num_stages:
@@ -160,6 +163,8 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
         canvas.field("note", line)
     if view.record is not None:
         _position(canvas, inspection, status)
+    if "lr" in inspection.options:
+        canvas.field("trained", _trained_with(inspection.options), spare=2)
     if view.record is not None and not inspection.is_live and inspection.free_bytes is not None:
         slots = "" if view.is_snapshot else f", {view.num_slots} slots a chunk"
         canvas.field(
@@ -171,9 +176,18 @@ def _head(canvas: Canvas, inspection: Inspection) -> None:
         canvas.field("kept", f"snapshots: {', '.join(names)}")
 
 
-def _shown_path(path: Path) -> str:
-    """From the current directory, where it is below it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def _trained_with(options: Mapping[str, Any]) -> str:
+    """What `hoist train` was told of optimizer and batch, as far as it is known, in its own options."""
+    names = ("lr", "lr_schedule", "betas", "eps", "weight_decay", "clip_norm", "seq_len", "micro_batch_size",
+             "micro_batches")  # fmt: skip
+    found = ["AdamW"]
+    for name in names:
+        value = options.get(name)
+        if value is not None:
+            several = value if isinstance(value, list) else [value]
+            shown = (f"{each:g}" if isinstance(each, float) else str(each) for each in several)
+            found.append(f"--{name.replace('_', '-')} {','.join(shown)}")
+    return " ".join(found)
 
 
 def _position(canvas: Canvas, inspection: Inspection, status: RunStatus | None) -> None:
@@ -220,15 +234,6 @@ def _last_step(canvas: Canvas, status: RunStatus) -> None:
             parts.append(f"{', '.join(of)} at step {status.last_step.get('step')}")
     if parts:
         canvas.field("speed" if len(parts) > 1 else "last", "; ".join([", ".join(parts[:2]), *parts[2:]]))
-
-
-def show_clock(seconds: float) -> str:
-    """h:mm:ss, days in front where there are any."""
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return clock if not days else f"{days} {'day' if days == 1 else 'days'} {clock}"
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -339,6 +344,15 @@ def _add_row(
             line.append_text(part)
             line.append(" " * (width - part.cell_len))
         canvas.lines.append(_trimmed(line))
+
+
+def states_line(stage: StageStates) -> Text:
+    """Where each kind of state of one stage is: ``weights H 3.1 MiB+ N 3.1 MiB, moments N 6.2 MiB, ...``."""
+    parts = []
+    for name, kind in zip(STATE_KINDS, stage.kinds, strict=True):
+        tiers = [token.text() for token in _tokens(kind, show_bytes)]
+        parts.append(Text(" ").join([Text(name), *tiers] if tiers else [Text(f"{name} -")]))
+    return Text(", ").join(parts)
 
 
 def _tokens(kind: StateBytes, sizes: Any) -> list[_Token]:
@@ -488,6 +502,8 @@ def _lanes(canvas: Canvas, status: RunStatus, *, live: bool) -> None:
                 doing = _shortened(doing, max(8, room), ".." if canvas.ascii_only else "…")
             line.append("  ").append(doing + more, style="" if lane.current else _QUIET_STYLE)
         canvas.lines.append(line)
+    legend = f"  {full} at work  {half} stalled: waited with work left  {empty} nothing to do"
+    canvas.add(Text(legend, style=_QUIET_STYLE), spare=1)
 
 
 def _percent(share: float | None) -> str:
@@ -504,15 +520,19 @@ def _worn(canvas: Canvas, wear: Mapping[str, Any]) -> None:
     """What was written, and what it means for the drive."""
     written = _number(wear, "written_bytes")
     if written is not None:
-        parts = [f"{show_bytes(written)} written so far"]
+        parts = [f"{show_decimal(written)} written so far"]
         per_step, tbw = _number(wear, "written_bytes_per_step"), _number(wear, "tbw_bytes")
         share, days = _number(wear, "used_share"), _number(wear, "days_left")
+        budget = _number(wear, "write_budget_bytes")
         if per_step is not None:
-            parts[0] += f", {show_bytes(per_step)} a step"
+            parts[0] += f", {show_decimal(per_step)} a step"
+        if budget:
+            parts[0] += f"; --write-budget {show_decimal(budget)}"
         if tbw is not None and share is not None:
-            parts.append(f"{share:.2%} of the drive's {tbw / 1e12:,.0f} TB are used ({wear.get('source')})")
+            who = "as the drive itself implies" if wear.get("source") == "smart" else wear.get("source")
+            parts.append(f"{show_share(share)} of {show_decimal(tbw)} ({who}) are used")
         if days is not None:
-            parts.append(f"{days:,.0f} days left at this pace")
+            parts.append(f"{show_days(days)} are left at this speed")
         canvas.field("wear", "; ".join(parts))
 
 
@@ -521,9 +541,10 @@ def _expected(canvas: Canvas, status: RunStatus) -> None:
     predicted = status.prediction or {}
     seconds = _number(predicted, "seconds")
     if seconds is not None:
-        bound = f", bound by {predicted['bound_by']}" if predicted.get("bound_by") else ""
+        lane = predicted.get("bound_by")
+        bound = f", bound by {LANES.get(lane, lane)}" if isinstance(lane, str) else ""
         measured = status.speed.seconds_per_step
-        against = "" if measured is None else f"; measured {show_span(measured)}, {measured / seconds - 1:+.0%}"
+        against = "" if not measured else f"; measured {show_span(measured)}, error {seconds / measured - 1:+.0%}"
         canvas.field("expected", f"{show_span(seconds)} a step{bound}{against}")
 
 
@@ -534,7 +555,7 @@ def _number(document: Mapping[str, Any], name: str) -> float | None:
 
 def next_step(inspection: Inspection, hoist: str) -> str | None:
     """A command that helps now, or None."""
-    store = shlex.quote(_shown_path(inspection.view.directory))
+    store = shlex.quote(shown_path(inspection.view.directory))
     if inspection.damage and inspection.view.record is not None:
         return f"{hoist} verify {store}"
     if inspection.condition in (Condition.DIED, Condition.FAILED):

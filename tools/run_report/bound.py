@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hoist.tiers.format import METRICS_NAME
+from hoist.tools.durations import show_seconds
 from hoist.tools.run_report.charts import Bar, Curve, bars, curves
 from hoist.tools.run_report.facts import RunFacts
 from hoist.tools.run_report.parts import (
@@ -19,7 +20,6 @@ from hoist.tools.run_report.parts import (
     columns,
     middle,
     show_rate,
-    show_seconds,
     show_share,
     steady,
 )

@@ -28,9 +28,8 @@ from hoist.tools.run_report.parts import (
     times,
 )
 from hoist.tools.run_report.series import Values, over, points, table, thinned
-from hoist.tools.sizes import show_bytes, show_decimal
-from hoist.tools.wear import show_days
-from hoist.tools.wear import show_share as show_wear
+from hoist.tools.sizes import show_bytes, show_days, show_decimal
+from hoist.tools.sizes import show_share as show_wear
 
 #: Bytes read and written per trained parameter and step with nothing kept in memory: vertical order, float32.
 FORMULA_READ_BYTES, FORMULA_WRITTEN_BYTES = 20, 12

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hoist._version import __version__
+from hoist.tools.durations import show_seconds
 from hoist.tools.errors import ReportError, ReportRefusedError
 from hoist.tools.run_report.bound import bound, roofline
 from hoist.tools.run_report.bytes import memory, traffic, wear
 from hoist.tools.run_report.facts import RunFacts
-from hoist.tools.run_report.parts import Report, middle, show_rate, show_seconds, steady, times
+from hoist.tools.run_report.parts import Report, middle, show_rate, steady, times
 from hoist.tools.run_report.run import speed, training
 from hoist.tools.run_report.step import lanes, residency
 from hoist.tools.sizes import show_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
+from hoist.tools.durations import show_seconds
 from hoist.tools.run_report.charts import Chart
 from hoist.tools.run_report.facts import RunFacts, StepFacts
 from hoist.tools.sizes import show_bytes
@@ -115,23 +116,6 @@ def shown(value: Cell, unit: Unit) -> str:
             return show_share(value)
         case _:
             return f"{value:,.6g}"
-
-
-def show_seconds(seconds: float) -> str:
-    """Seconds with three digits, in the unit that suits: ``2.85 s``, ``12.3 ms``, ``1:02:05``."""
-    if seconds < 0:
-        return f"-{show_seconds(-seconds)}"
-    if seconds == 0:
-        return "0 s"
-    if seconds < 0.9995e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min"
 
 
 def show_share(share: float) -> str:

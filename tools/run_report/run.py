@@ -7,6 +7,7 @@ Each function makes one section of facts. Bytes over steps are in `bytes.py`, wh
 from __future__ import annotations
 
 from hoist.tiers.format import METRICS_NAME
+from hoist.tools.durations import show_seconds
 from hoist.tools.run_report.charts import Curve, curves
 from hoist.tools.run_report.facts import RunFacts
 from hoist.tools.run_report.parts import (
@@ -16,7 +17,6 @@ from hoist.tools.run_report.parts import (
     against,
     middle,
     show_rate,
-    show_seconds,
     steady,
     times,
 )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from hoist.scheduler.status import STATE_KINDS
 from hoist.tiers.format import METRICS_NAME, TIMELINE_NAME
+from hoist.tools.durations import show_seconds
 from hoist.tools.run_report.charts import Bar, Span, bars, spans
 from hoist.tools.run_report.facts import RunFacts, StepFacts
 from hoist.tools.run_report.parts import (
@@ -20,7 +21,6 @@ from hoist.tools.run_report.parts import (
     Table,
     Unit,
     columns,
-    show_seconds,
     show_share,
     times,
 )

@@ -9,6 +9,7 @@ import pytest
 
 from hoist.tiers.errors import StoreRefusedError, TransferError
 from hoist.tiers.io import Bandwidth, DirectEngine, IoEngine, measure_bandwidth
+from hoist.tiers.io.probe import measure_steady
 from tests.support.engines import Fail, FaultyEngine, PoisoningEngine, RecordedRequest, RecordingEngine
 
 
@@ -98,3 +99,23 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 def test_settings_are_checked(tmp_path: Path, setting: dict[str, int], message: str) -> None:
     with DirectEngine(num_threads=1) as engine, pytest.raises(ValueError, match=message):
         measure_bandwidth(tmp_path, engine, **setting)
+
+
+@pytest.mark.parametrize(("seconds", "num_requests"), [(60.0, 16), (0.0, 1)])
+def test_steady_writes_go_where_data_is_already_and_a_slow_drive_gets_less(
+    tmp_path: Path, seconds: float, num_requests: int
+) -> None:
+    """Without any time, one request of each kind."""
+    with RecordingEngine(DirectEngine(num_threads=2)) as engine:
+        seen = measure_steady(
+            tmp_path, engine, num_bytes=2**20, request_bytes=65536, in_flight=3, seconds=seconds
+        )
+        done = [(request.operation, request.num_bytes) for request in engine.requests]
+    assert seen.measured_bytes == num_requests * 65536
+    assert done[: 2 * num_requests + 2] == 2 * ([("write", 65536)] * num_requests + [("flush", 0)])
+    whole = -(-num_requests // 4) + num_requests
+    pages = 1 if not seconds else 32
+    assert done[2 * num_requests + 2 :] == [("read", 65536)] * whole + [("read", 4096)] * pages
+    assert seen.page_read_seconds > 0
+    assert min(seen.read_bytes_per_second, seen.write_bytes_per_second, seen.alone_read_bytes_per_second) > 0
+    assert list(tmp_path.iterdir()) == []

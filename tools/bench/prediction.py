@@ -1,4 +1,4 @@
-"""How well steps are predicted: python -m hoist.tools.bench_prediction --directory /nvme
+"""How well steps are predicted: python -m hoist.tools.bench.prediction --directory /nvme
 
 For each case: the prediction that `hoist train` makes before the first step, beside the steps, and the bytes of both.
 Nothing is fitted to the steps. The two take turns, as other work on the machine disturbs both; medians are compared.
@@ -6,7 +6,6 @@ Nothing is fitted to the steps. The two take turns, as other work on the machine
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.shapes import batches, make_parser, model_config
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -190,11 +189,9 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where stores are made (and removed)")
+    parser = make_parser("prediction", __doc__)
     parser.add_argument("--case", action="append", help="names of cases; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="a prediction and a few steps, so often")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     known = {case.name: case for case in CASES}
     unknown = set(arguments.case or ()) - known.keys()

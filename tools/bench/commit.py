@@ -1,12 +1,11 @@
-"""What commits cost: python -m hoist.tools.bench_commit --directory /nvme
+"""What commits cost: python -m hoist.tools.bench.commit --directory /nvme
 
 Trains the same steps without commits between them, with one every few steps, and with one every step, by turns in one
-store, and compares the run times. A commit's flush is measured apart. Steps against their limits: `bench_step.py`.
+store, and compares the run times. A commit's flush is measured apart. Steps against their limits: `step.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -33,7 +32,7 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes
 
 #: More steps than any run here has: no commit comes of itself.
@@ -183,18 +182,13 @@ def show(rows: Sequence[Row], load: float) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the store is made (and removed)")
-    parser.add_argument("--host-memory", default="256MiB", help="budget")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=8192)
+    parser = make_parser("commit", __doc__)
+    add_model_options(parser, host_memory="256MiB", hidden=1024, layers=8)
     parser.add_argument("--shape", default="64,1,4", help="seq,B,M; default: 64,1,4")
     parser.add_argument("--every", type=int, action="append", help="commit interval; repeat for more; default: 10 1")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each interval, by turns")
     parser.add_argument("--delay", type=float, default=0.0, help="share of updates that wait for the next forward")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     for name in ("steps", "rounds"):
         if getattr(arguments, name) < 1:
@@ -202,12 +196,11 @@ def main() -> None:
     every = arguments.every or [10, 1]
     if min(every) < 1:
         parser.error(f"--every: {min(every)} is not positive")
-    seq_len, rows, count = (int(part) for part in arguments.shape.split(","))
     load = os.getloadavg()[0]
     found = measure(
         arguments.directory.absolute(),
         model_config(hidden=arguments.hidden, layers=arguments.layers, vocab=arguments.vocab),
-        (seq_len, rows, count),
+        parse_shape(arguments.shape),
         [0, *every],
         host_memory_bytes=parse_bytes(arguments.host_memory),
         num_steps=arguments.steps,

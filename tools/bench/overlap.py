@@ -1,13 +1,12 @@
-"""How well a step hides I/O and updates behind computing: python -m hoist.tools.bench_overlap --directory /nvme
+"""How well a step hides I/O and updates behind computing: python -m hoist.tools.bench.overlap --directory /nvme
 
 The model's layers sleep instead of computing, as an accelerator would: time passes, and no processor is used. A step
 is compared with the larger of the sleep in it and of its I/O at the bandwidth measured in the same run, for several
-delays, in one store that each run resumes. With real computation beside it: `bench_step.py`.
+delays, in one store that each run resumes. With real computation beside it: `step.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -40,7 +39,8 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import draw_timeline
+from hoist.tools.bench.shapes import make_parser
+from hoist.tools.bench.step import draw_timeline
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 HIDDEN, VOCAB, SEQ_LEN = 64, 512, 8
@@ -324,8 +324,7 @@ def show(rows: Sequence[Row], load: float) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the store is made (and removed)")
+    parser = make_parser("overlap", __doc__)
     parser.add_argument("--host-memory", help=f"budget; default: {BUDGET_FACTOR} times the smallest that works")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--layer-elements", type=int, default=2**24, help="weights of a layer, a multiple of 64")
@@ -337,7 +336,6 @@ def main() -> None:
     parser.add_argument(
         "--clipping", action="store_true", help="compare exact and speculative clipping; default delay: 0.25"
     )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     if arguments.layer_elements < HIDDEN or arguments.layer_elements % HIDDEN:
         parser.error(f"--layer-elements: {arguments.layer_elements} is not a positive multiple of {HIDDEN}")

@@ -1,4 +1,4 @@
-"""What telling costs: python -m hoist.tools.bench_overhead --directory /nvme
+"""What telling costs: python -m hoist.tools.bench.overhead --directory /nvme
 
 The same steps with STORE/status.json written every second and the timeline kept, and without: by turns, in one process.
 What is done for every document and every line of metrics is measured beside it, also of a model of 1000 tiny stages,
@@ -7,7 +7,6 @@ where documents are longest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -35,7 +34,7 @@ from hoist.tiers.format import STATUS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench_step import batches, model_config
+from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes
 
 #: Documents and lines whose cost is measured.
@@ -204,27 +203,21 @@ def show(overhead: Overhead, costs: Sequence[Cost]) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the stores are made (and removed)")
-    parser.add_argument("--host-memory", default="128MiB", help="budget of the steps")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab", type=int, default=4096)
+    parser = make_parser("overhead", __doc__)
+    add_model_options(parser, host_memory="128MiB", hidden=512, layers=6)
     parser.add_argument("--shape", default="64,1,4", help="seq,B,M")
     parser.add_argument("--rounds", type=int, default=4, help="pairs of turns, one of each side")
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
     parser.add_argument("--stages", type=int, default=1000, help="tiny stages of the longest document; 0: none")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     arguments = parser.parse_args()
     warm_up()
-    seq_len, rows, count = (int(part) for part in arguments.shape.split(","))
     directory = arguments.directory.absolute()
     overhead, own = measure_steps(
         directory,
         hidden=arguments.hidden,
         layers=arguments.layers,
         vocab=arguments.vocab,
-        shape=(seq_len, rows, count),
+        shape=parse_shape(arguments.shape),
         host_memory_bytes=parse_bytes(arguments.host_memory),
         rounds=arguments.rounds,
         steps=arguments.steps,

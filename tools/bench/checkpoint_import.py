@@ -1,4 +1,4 @@
-"""How fast weights come in and go out: python -m hoist.tools.bench_import --directory /nvme
+"""How fast weights come in and go out: python -m hoist.tools.bench.checkpoint_import --directory /nvme
 
 Makes a checkpoint of a Llama shape, imports it into a store and exports it again, in turn with plain writes of as many
 bytes to the same drive, and compares. What a store of moments costs beside the weights is no part of it.
@@ -145,9 +145,9 @@ def _timed(call: Callable[[], None]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m hoist.tools.bench_import",
+        prog="python -m hoist.tools.bench.checkpoint_import",
         description="Time imports and exports of weights beside plain writes of as many bytes.",
-        epilog="Example: python -m hoist.tools.bench_import --directory . --layers 8",
+        epilog="Example: python -m hoist.tools.bench.checkpoint_import --directory . --layers 8",
     )
     parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure (default: here)")
     parser.add_argument("--layers", type=int, default=16, help="decoder layers (default 16)")

@@ -1,4 +1,4 @@
-"""How close a training step comes to its limits: python -m hoist.tools.bench_step --directory /nvme
+"""How close a training step comes to its limits: python -m hoist.tools.bench.step --directory /nvme
 
 For each shape: hoist's step beside the same computation in memory (plain PyTorch, activation checkpointing, fused
 AdamW) and beside the bytes that the step moves at the bandwidth measured in the same run. The two sides take turns.
@@ -7,12 +7,11 @@ The steps' timelines say for how much of a step neither the compute nor the io l
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import measure_bandwidth
+from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 #: seq_len, micro_batch_size, num_micro_batches that are measured by default.
@@ -63,31 +63,6 @@ class Row:
     """The lanes during hoist's last counted step, drawn by :func:`draw_timeline`."""
     ratios: tuple[float, ...]
     """hoist's step over the larger of the same computation in memory and I/O, of each pair."""
-
-
-def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
-    """The Llama shape that is measured: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-
-
-def batches(config: LlamaConfig, shape: tuple[int, int, int]) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Random steps, the same for both sides."""
-    seq_len, rows, count = shape
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        step = []
-        for _ in range(count):
-            ids = torch.randint(0, config.vocab_size, (rows, seq_len), generator=generator)
-            step.append({"input_ids": ids, "labels": ids})
-        yield step
 
 
 def idle_share(spans: Sequence[Span], start: float, stop: float) -> float:
@@ -244,17 +219,12 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the store is made (and removed)")
-    parser.add_argument("--host-memory", default="256MiB", help="budget of hoist's side")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=8192)
+    parser = make_parser("step", __doc__)
+    add_model_options(parser, host_memory="256MiB", hidden=1024, layers=8)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
     parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
     parser.add_argument("--residency", type=float, default=1.0, help="largest share of the states kept in memory")
     parser.add_argument("--delay", type=float, default=0.0, help="share of updates that wait for the next forward")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     config = model_config(hidden=arguments.hidden, layers=arguments.layers, vocab=arguments.vocab)
     shapes = [parse_shape(text) for text in arguments.shape] if arguments.shape else list(SHAPES)
@@ -274,12 +244,6 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         show(rows)
-
-
-def parse_shape(text: str) -> tuple[int, int, int]:
-    """``64,2,4`` as seq_len, micro_batch_size, num_micro_batches."""
-    seq_len, rows, count = (int(part) for part in text.split(","))
-    return seq_len, rows, count
 
 
 if __name__ == "__main__":

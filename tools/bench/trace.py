@@ -1,4 +1,4 @@
-"""What a trace costs: python -m hoist.tools.bench_trace --directory /nvme
+"""What a trace costs: python -m hoist.tools.bench.trace --directory /nvme
 
 Two trainers of the same model, one with a trace and one without, take turns, a step each, and then in the other order.
 Wall time varies with the machine; the processor time of noting an op, measured alone, and of making and writing its
@@ -7,7 +7,6 @@ events, measured in these steps, hardly does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -26,12 +25,12 @@ from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.executor import Done, Handler
-from hoist.scheduler.link import LinkedPlan
+from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Lane, Op
-from hoist.scheduler.preflight import steady_plan
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
+from hoist.scheduler.step_plans import steady_plan
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.traced import Traced
 from hoist.scheduler.trainer import Trainer
@@ -39,7 +38,7 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.manager import Tier
-from hoist.tools.bench_step import batches, model_config, parse_shape
+from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -111,10 +110,17 @@ def noting_seconds(linked: LinkedPlan, names: OpNames, path: Path, *, num_steps:
 
 
 def measure(
-    directory: Path, *, host_memory_bytes: int, hidden: int, layers: int, shape: tuple[int, int, int], pairs: int
+    directory: Path,
+    *,
+    host_memory_bytes: int,
+    hidden: int,
+    layers: int,
+    vocab: int,
+    shape: tuple[int, int, int],
+    pairs: int,
 ) -> Result:
     """Run ``pairs`` steps of each side, in turns."""
-    config = model_config(hidden=hidden, layers=layers, vocab=4096)
+    config = model_config(hidden=hidden, layers=layers, vocab=vocab)
     seq_len, rows, count = shape
     warm_up()
     feed = batches(config, shape)
@@ -150,7 +156,7 @@ def measure(
         after, num_events = trace.statistics(), _num_events(path) - before_events
         staged = split(build_model(config))
         setup = prepare(staged, lay_out_stages(staged), options)
-        linked = steady_plan(setup, options)
+        linked = link(steady_plan(setup, options))
         pieces = [layout.pieces(setup.memory.piece_elements) for layout in setup.layouts]
         noting = noting_seconds(linked, OpNames([each.name for each in setup.layouts], pieces), folder / "alone.json")
     wall = [theirs.seconds / own.seconds for theirs, own in zip(with_it, without, strict=True)]
@@ -237,20 +243,19 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(), help="where the stores are made (and removed)")
-    parser.add_argument("--host-memory", default="96MiB", help="budget of each trainer")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser = make_parser("trace", __doc__)
+    add_model_options(parser, host_memory="96MiB", hidden=512, layers=6)
     parser.add_argument("--shape", default="64,2,4", help="seq,B,M")
     parser.add_argument("--pairs", type=int, default=20, help="steps of each side")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error(f"--pairs: {arguments.pairs} is too few; quartiles need 2")
     result = measure(
         arguments.directory.absolute(),
         host_memory_bytes=parse_bytes(arguments.host_memory),
         hidden=arguments.hidden,
         layers=arguments.layers,
+        vocab=arguments.vocab,
         shape=parse_shape(arguments.shape),
         pairs=arguments.pairs,
     )
