@@ -36,6 +36,8 @@ class StepMetrics:
     """Wall time from this step's call to its return."""
     predicted_seconds: float | None = None
     """What was predicted of a step before the first one; None if nothing was."""
+    prediction_error: float | None = None
+    """``predicted_seconds`` over ``seconds``, less 1: above 0 where the step was faster. None likewise."""
     nvme_read_bytes: int
     """Bytes read from the store's drive since the previous step returned."""
     nvme_written_bytes: int

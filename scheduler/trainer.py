@@ -594,6 +594,7 @@ class Trainer:
         read, written = statistics.read_bytes, statistics.written_bytes
         saved = self._saved()
         times = lane_times(spans, started, stopped)
+        predicted = self._predicted_seconds
         metrics = StepMetrics(
             step=state.step,
             loss=float(torch.stack(state.losses).sum()),
@@ -603,7 +604,8 @@ class Trainer:
             lr=state.lr,
             tokens=sum(map(self._model.batches.num_tokens, state.batches)),
             seconds=stopped - started,
-            predicted_seconds=self._predicted_seconds,
+            predicted_seconds=predicted,
+            prediction_error=None if predicted is None else predicted / (stopped - started) - 1.0,
             nvme_read_bytes=read - self._read_bytes,
             nvme_written_bytes=written - self._written_bytes,
             nvme_read_saved_bytes=saved[0] - self._saved_bytes[0],

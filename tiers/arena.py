@@ -90,7 +90,9 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel built without huge pages refuses; only speed is lost
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-        #: All of it; the mapping lives as long as this and the views made from it.
+        #: None once the arena is closed. Its address space stays as long as a view of it does.
+        self._mapping: mmap.mmap | None = mapping
+        #: All of it.
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         #: Open leases by offset, ascending.
         self._leases: list[Lease] = []
@@ -139,7 +141,12 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Let the mapping go: its memory is freed with the last view of it. No lease may follow. Idempotent."""
+        """Give the memory back at once; views that are left read zeros. No lease may follow. Idempotent."""
+        if self._mapping is not None:
+            # Not with the last view, which a cycle of references may keep until some later collection: what comes next
+            # has the same budget.
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._mapping = None
         self._leases.clear()
         self._leased_bytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)

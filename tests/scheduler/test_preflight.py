@@ -199,7 +199,9 @@ def test_a_prediction_is_told_with_every_step(tmp_path: Path) -> None:
         with Trainer(
             model=model, store=store, engine=engine, config=config, setup=setup, prediction={"seconds": 1.5}
         ) as again:
-            assert again.step(steps[0]).to_json()["predicted_seconds"] == 1.5
+            line = again.step(steps[0]).to_json()
+            assert line["predicted_seconds"] == 1.5
+            assert line["prediction_error"] == 1.5 / line["seconds"] - 1.0
 
 
 # --- advice --------------------------------------------------------------------------------------------------------
