@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +161,10 @@ def _with_dropout(model: PreTrainedModel) -> None:
 
 
 def test_measuring_stays_within_the_budget(tmp_path: Path) -> None:
-    """Weights of 32 MiB and a budget that is hardly more than what the run needs at least."""
+    """Weights of 32 MiB and a budget that is hardly more than what the run needs at least.
+
+    Afterwards its buffers are gone, though nothing that refers to itself has been collected yet: the run's come next.
+    """
     config = tiny_config("llama")
     config.update({"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048})
     steps = make_steps(1, 2, rows=2, tokens=64)
@@ -170,12 +174,15 @@ def test_measuring_stays_within_the_budget(tmp_path: Path) -> None:
     baseline = warm_up()
     with DirectEngine() as files:
         sampler = PeakSampler(baseline)
+        gc.disable()
         try:
             predict(staged, setup, options, engine=files, drives=[DrivePlace(directory=tmp_path)])
+            left_bytes = anonymous_bytes() - baseline
         finally:
+            gc.enable()
             sampler.close()
     assert sampler.peak_bytes <= 1.1 * options.host_memory_bytes + 32 * 2**20
-    assert anonymous_bytes() - baseline < 32 * 2**20
+    assert left_bytes < setup.memory.arena_bytes // 2
 
 
 def test_an_open_trainer_keeps_its_model(tmp_path: Path) -> None:
