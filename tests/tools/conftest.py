@@ -1,11 +1,16 @@
 """What the tests of the tools share: a direct engine and a page-aligned buffer."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from hoist.tiers.io.direct import DirectEngine
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and every process that they start with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -440,7 +440,7 @@ def test_a_drive_that_fails_in_the_run(shell: Shell) -> None:
 def test_a_bug_is_one_line_too(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(given: object, config: object) -> int:
+    def broken(given: object, config: object, *, as_json: bool) -> int:
         raise KeyError("layer.7\nand more")
 
     monkeypatch.setattr(train_command, "_train", broken)
