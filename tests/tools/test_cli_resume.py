@@ -106,8 +106,8 @@ def test_what_stays_in_memory_changes_commits_but_no_results(runs: Runs) -> None
     stored = runs.train("stored", host_memory="64MiB", residency=0, **COSINE)
     assert "stay in memory" not in stored.out
     assert "more would have been read" not in stored.out
-    assert "commits  every 10 steps, and at the end" in stored.out
-    assert "commits  every 2 steps or 5 minutes, and at the end" in (
+    assert "; commits every 10 steps, and at the end" in stored.out
+    assert "; commits every 2 steps or 5 minutes, and at the end" in (
         runs.train("told", host_memory="64MiB", commit_every=2, commit_minutes=5, **COSINE).out
     )
     assert runs.curve("kept") == runs.curve("stored") == runs.curve("told")
