@@ -78,21 +78,26 @@ class Watch:
     def in_place(self, console: Console, keys: TextIO | None, *, every: bool) -> int:
         """On a terminal's alternate screen, until a key or a signal ends it. Returns the exit code."""
         screen = Screen(self.found, every=every)
-        with _keys(keys) as key, Live(screen, console=console, screen=True, auto_refresh=False) as live:
-            size = console.size
-            due = time.monotonic() + self._every_seconds
-            while True:
-                pressed = key(max(0.0, min(_POLL_SECONDS, due - time.monotonic())))
-                if ends(pressed):
-                    return 0
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self._every_seconds
-                    screen.trouble = self.look()
-                    screen.found = self.found
-                elif console.size == size:
-                    continue
+        live = Live(screen, console=console, screen=True, auto_refresh=False)
+        with _keys(keys) as key:
+            try:  # not `with`: a signal while it draws for the first time would leave the alternate screen on
+                live.start(refresh=True)
                 size = console.size
-                live.refresh()
+                due = time.monotonic() + self._every_seconds
+                while True:
+                    pressed = key(max(0.0, min(_POLL_SECONDS, due - time.monotonic())))
+                    if ends(pressed):
+                        return 0
+                    if time.monotonic() >= due:
+                        due = time.monotonic() + self._every_seconds
+                        screen.trouble = self.look()
+                        screen.found = self.found
+                    elif console.size == size:
+                        continue
+                    size = console.size
+                    live.refresh()
+            finally:
+                live.stop()
 
     def in_turn(self, show: Callable[[Inspection, str | None], None]) -> int:
         """One after the other, until a signal or the pipe's reader ends it."""
