@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 #: Notes after which the file is written within a step, and after which lanes wait until it is.
 BATCH_NOTES, MOST_NOTES = 2048, 16384
 #: Notes between two writes to the file. Python runs one thread at a time: a lane that wants its turn gets it when the
-#: writing thread writes, so it waits for the events of so many notes at most (some 0.2 ms).
+#: writing thread writes, so it waits for the events of so many notes at most.
 _WRITE_NOTES = 64
 
 
