@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from hoist._version import __version__
-from hoist.tools.commands import doctor, drives, export, inspect, report, restore, snapshot, train, verify
+from hoist.tools.commands import bench, doctor, drives, export, inspect, report, restore, snapshot, train, verify
 from hoist.tools.loudness import LogLevel, LoudApp, Quiet, begin
 
 app = LoudApp(
@@ -57,6 +57,7 @@ app.command(epilog=snapshot.EPILOG)(snapshot.snapshot)
 app.command(epilog=restore.EPILOG)(restore.restore)
 app.command(epilog=drives.EPILOG)(drives.drives)
 app.command(epilog=doctor.EPILOG)(doctor.doctor)
+app.add_typer(bench.app)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -371,7 +371,7 @@ def _look_at_storage(directory: Path, engine: IoEngine, num_bytes: int) -> Stora
     return StorageFacts(
         directory=str(directory),
         engine=engine.describe(),
-        file_system=_file_system(directory, Path("/proc/self/mountinfo")),
+        file_system=file_system_of(directory, Path("/proc/self/mountinfo")),
         free_bytes=free_bytes,
         bandwidth=bandwidth,
         error=error,
@@ -443,7 +443,7 @@ def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
     return min(limits, default=None)
 
 
-def _file_system(directory: Path, mounts: Path) -> str:
+def file_system_of(directory: Path, mounts: Path) -> str:
     """Type of the file system that holds a path: that of the longest mount point above it, the last one mounted
     there."""
     try:

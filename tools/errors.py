@@ -59,3 +59,7 @@ class ReportRefusedError(RefusalError, OSError):
 
 class ReportError(HoistError, OSError):
     """A report could not be written; what was there before is still there."""
+
+
+class BenchError(HoistError, RuntimeError):
+    """A measurement failed, or its sides did not do the same: nothing is reported of it."""

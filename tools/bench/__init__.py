@@ -1,1 +1,1 @@
-"""What is measured: one file a comparison, run as `python -m hoist.tools.bench.step`, and what they share."""
+"""What is measured: one file a comparison, and what they share. People run `hoist bench`, developers the modules."""

@@ -16,13 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from transformers import LlamaConfig
+from torch import Tensor
 
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler import memory
@@ -40,6 +38,8 @@ from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
 from hoist.tools.bench.shapes import make_parser
+from hoist.tools.bench.sides.job import Sleep
+from hoist.tools.bench.sides.sleeping import let_layers_sleep, sleeping_config
 from hoist.tools.bench.step import draw_timeline
 from hoist.tools.sizes import parse_bytes, show_bytes
 
@@ -62,6 +62,16 @@ class Job:
     backward_seconds: float
     num_steps: int
     """Counted steps of each run; one more goes before them."""
+
+    @property
+    def sleep(self) -> Sleep:
+        """Its layers."""
+        return Sleep(
+            num_layers=self.num_layers,
+            layer_elements=self.layer_elements,
+            forward_seconds=self.forward_seconds,
+            backward_seconds=self.backward_seconds,
+        )
 
     @property
     def sleep_seconds(self) -> float:
@@ -117,84 +127,10 @@ class Row:
     """The lanes during the last step."""
 
 
-class _Clock:
-    """When a layer's backward on one micro-batch began."""
-
-    def __init__(self) -> None:
-        self.started = 0.0
-
-
-class _Begin(torch.autograd.Function):
-    """Stands at a layer's output, where its backward begins."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, clock: _Clock) -> Tensor:
-        ctx.clock = clock
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        ctx.clock.started = time.perf_counter()
-        return gradients[0], None
-
-
-class _End(torch.autograd.Function):
-    """Stands at a layer's input, where its backward ends: sleeps for what is left of the layer's time."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, clock: _Clock, seconds: float) -> Tensor:
-        ctx.clock, ctx.seconds = clock, seconds
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        _sleep_until(ctx.clock.started + ctx.seconds)
-        return gradients[0], None, None
-
-
-def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
-
-
-class SleepingLayer(nn.Module):
-    """A decoder layer with many weights, of which a few take part: real gradients that cost little.
-
-    Its forward and its backward take a given time, whatever torch itself needs of it, as long as that is less.
-    """
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.table = nn.Embedding(job.layer_elements // HIDDEN, HIDDEN, device="meta")
-        self._forward_seconds = job.forward_seconds
-        self._backward_seconds = job.backward_seconds
-
-    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        started = time.perf_counter()
-        clock = _Clock()
-        rows = torch.arange(hidden_states.shape[1]) % self.table.num_embeddings
-        entered = _End.apply(hidden_states, clock, self._backward_seconds)  # type: ignore[no-untyped-call]  # torch
-        output: Tensor = _Begin.apply(entered + self.table(rows), clock)  # type: ignore[no-untyped-call]  # torch
-        _sleep_until(started + self._forward_seconds)
-        return output
-
-
 def sleeping_model(job: Job) -> StagedModel:
     """A small Llama whose layers are replaced."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=job.num_layers,
-        num_attention_heads=1,
-        intermediate_size=HIDDEN,
-        tie_word_embeddings=False,
-    )
-    model = build_model(config)
-    layers = model.get_submodule("model.layers")
-    if not isinstance(layers, nn.ModuleList):
-        raise TypeError(f"model.layers is a {type(layers).__name__}")
-    for number in range(job.num_layers):
-        layers[number] = SleepingLayer(job)
+    model = build_model(sleeping_config(job.sleep, hidden=HIDDEN, vocab=VOCAB))
+    let_layers_sleep(model, job.sleep)
     return split(model)
 
 
