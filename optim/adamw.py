@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hoist.optim.errors import HyperparameterError
-from hoist.optim.split import SPLIT_BLOCK_ELEMENTS, has_nan, make_nans_canonical, merge_block, split_block
+from hoist.optim.split import (
+    SPLIT_BLOCK_ELEMENTS,
+    has_nan,
+    make_nans_canonical,
+    merge_block,
+    split_block,
+    split_block_to,
+)
 
 #: Segments start on multiples of this. torch's fused kernel gives whole tensors' bits in pieces that are cut on
 #: multiples of 16 elements, and a tensor starts on a multiple of 64 of its stage (256 bytes).
@@ -130,8 +137,12 @@ class PieceUpdater:
         exp_avg_sq: Tensor,
         gradient: Tensor,
         segments: Sequence[SegmentUpdate],
+        weights: Tensor | None = None,
     ) -> PieceReport:
         """Update the segments of one piece in place; every other element keeps its bits.
+
+        ``weights``, float32 of the piece, are those before the update as :func:`~hoist.optim.split.merge` gives them;
+        they are updated, too. The halves are then written alone, all of them, and what they held does not matter.
 
         All tensors are flat, contiguous views of the same piece of n elements on the CPU: ``weight_hi`` and
         ``weight_lo`` int16 or uint16 (see `split.py`), the moments and ``gradient`` float32. ``gradient`` may be
@@ -142,30 +153,61 @@ class PieceUpdater:
         said. Should the kernel itself raise, weights and moments of the piece may be partly updated: its chunk must be
         read again from its committed slot.
         """
-        _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient)
+        _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient, weights)
         _check_segments(segments, min(weight_hi.numel(), gradient.numel()))
         hi_bits, lo_bits = weight_hi.view(torch.int16), weight_lo.view(torch.int16)
+        runs = _runs(segments, self._block_elements)
         with self._lock, torch.no_grad():
-            for run in _runs(segments, self._block_elements):
-                start, stop = run[0][0], run[-1][1]
-                hi, lo = hi_bits[start:stop], lo_bits[start:stop]
-                weights = self._weights[: stop - start]
-                patterns = weights.view(torch.int32)
-                merge_block(hi, lo, patterns, self._scratch[: stop - start])
-                self._step(weights, start, run, exp_avg, exp_avg_sq, gradient)
-                if has_nan(weights):
-                    for begin, end, _ in run:
-                        make_nans_canonical(weights[begin - start : end - start])
-                split_block(patterns, hi, lo)
+            if weights is None:
+                self._update_halves(hi_bits, lo_bits, exp_avg, exp_avg_sq, gradient, runs)
+            else:
+                self._update_whole(weights, hi_bits, lo_bits, exp_avg, exp_avg_sq, gradient, runs)
         return PieceReport(
             num_elements=sum(segment.stop - segment.start for segment in segments),
             learning_rates=tuple(sorted({segment.lr for segment in segments})),
         )
 
+    def _update_halves(
+        self, hi: Tensor, lo: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, runs: Iterable[_Run]
+    ) -> None:
+        """Merge each run's weights in scratch, update them there, and split them again."""
+        for run in runs:
+            start, stop = run[0][0], run[-1][1]
+            weights = self._weights[: stop - start]
+            patterns = weights.view(torch.int32)
+            merge_block(hi[start:stop], lo[start:stop], patterns, self._scratch[: stop - start])
+            self._step(weights, start, run, exp_avg, exp_avg_sq, gradient)
+            split_block(patterns, hi[start:stop], lo[start:stop])
+
+    def _update_whole(
+        self,
+        weights: Tensor,
+        hi: Tensor,
+        lo: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        gradient: Tensor,
+        runs: Iterable[_Run],
+    ) -> None:
+        """Update each block where it is, and split it while it is in cache."""
+        by_block: dict[int, list[_Run]] = {}
+        for run in runs:
+            by_block.setdefault(run[0][0] // self._block_elements, []).append(run)
+        patterns = weights.view(torch.int32)
+        for block, start in enumerate(range(0, weights.numel(), self._block_elements)):
+            stop = min(start + self._block_elements, weights.numel())
+            for run in by_block.get(block, ()):
+                first, last = run[0][0], run[-1][1]
+                self._step(weights[first:last], first, run, exp_avg, exp_avg_sq, gradient)
+            split_block_to(patterns[start:stop], hi[start:stop], lo[start:stop], self._scratch[: stop - start])
+
     def _step(
         self, weights: Tensor, offset: int, run: _Run, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor
     ) -> None:
-        """One kernel call for each distinct (lr, weight_decay) in the run; ``weights`` begins at element ``offset``."""
+        """One kernel call for each distinct (lr, weight_decay) in the run; ``weights`` begins at element ``offset``.
+
+        A NaN among the run's weights is then the one whose halves are safe.
+        """
         groups: dict[tuple[float, float], _Run] = {}
         for part in run:
             groups.setdefault((part[2].lr, part[2].weight_decay), []).append(part)
@@ -185,6 +227,9 @@ class PieceUpdater:
                 amsgrad=False,
                 maximize=False,
             )
+        if has_nan(weights):
+            for begin, end, _ in run:
+                make_nans_canonical(weights[begin - offset : end - offset])
 
 
 #: Parts of segments that are worked on together: (first element, one past the last, segment), ascending.
@@ -212,7 +257,14 @@ def _runs(segments: Sequence[SegmentUpdate], block_elements: int) -> Iterator[_R
         yield run
 
 
-def _check_piece(weight_hi: Tensor, weight_lo: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor) -> None:
+def _check_piece(
+    weight_hi: Tensor,
+    weight_lo: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    weights: Tensor | None,
+) -> None:
     """Raise ValueError unless the tensors are what :meth:`PieceUpdater.update` takes."""
     halves, floats = (torch.int16, torch.uint16), (torch.float32,)
     for name, tensor, dtypes in (
@@ -221,6 +273,7 @@ def _check_piece(weight_hi: Tensor, weight_lo: Tensor, exp_avg: Tensor, exp_avg_
         ("exp_avg", exp_avg, floats),
         ("exp_avg_sq", exp_avg_sq, floats),
         ("gradient", gradient, floats),
+        *(() if weights is None else (("weights", weights, floats),)),
     ):
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {tensor.dtype}")

@@ -89,10 +89,15 @@ def split_block(patterns: Tensor, hi: Tensor, lo: Tensor) -> None:
     NaNs must have been made canonical, where their rounding matters: see :func:`make_nans_canonical`. For all other
     patterns, and for NaNs too, :func:`merge_block` brings the same bits back.
     """
+    split_block_to(patterns, hi, lo, patterns)
+
+
+def split_block_to(patterns: Tensor, hi: Tensor, lo: Tensor, scratch: Tensor) -> None:
+    """As :func:`split_block`, but ``scratch`` (int32, as long) is destroyed; ``patterns`` is not, unless it is that."""
     lo.copy_(patterns)  # narrowing keeps the low 16 bits
-    patterns.add_(_ROUND)
-    patterns.bitwise_right_shift_(16)
-    hi.copy_(patterns)
+    torch.add(patterns, _ROUND, out=scratch)
+    scratch.bitwise_right_shift_(16)
+    hi.copy_(scratch)
 
 
 def has_nan(floats: Tensor) -> bool:

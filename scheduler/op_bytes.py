@@ -69,7 +69,7 @@ class OpBytes:
                 return _written(GRADIENT_BYTES * piece.num_elements)
             case Kind.READ_STATES:
                 stash = (GRADIENT_BYTES * piece.num_elements,) if op.stashed else ()
-                return _read(*_array_bytes(self.stored_arrays(op.stage, piece.chunk), piece), *stash)
+                return _read(*_array_bytes(self.read_arrays(op, piece.chunk), piece), *stash)
             case Kind.WRITE_STATES:
                 return _written(*_array_bytes(self.stored_arrays(op.stage, piece.chunk), piece))
         raise ValueError(f"{op}: is no I/O")
@@ -89,9 +89,14 @@ class OpBytes:
         return tuple(WEIGHT_ARRAYS) if chunk in self._kept_weights[stage] else ()
 
     def stored_arrays(self, stage: int, chunk: int) -> tuple[StateArray, ...]:
-        """What of a chunk is read and written for each update: the others."""
+        """What of a chunk is written by each update, and read for it unless it is loaded: the others."""
         kept = self.kept_arrays(stage, chunk)
         return tuple(array for array in StateArray if array not in kept)
+
+    def read_arrays(self, op: Op, chunk: int) -> tuple[StateArray, ...]:
+        """What of a chunk an op that reads states reads."""
+        stored = self.stored_arrays(op.stage, chunk)
+        return tuple(array for array in stored if not (op.loaded and array in WEIGHT_ARRAYS))
 
 
 def _array_bytes(arrays: tuple[StateArray, ...], piece: Piece) -> list[int]:

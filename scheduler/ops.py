@@ -59,10 +59,11 @@ class Kind(Enum):
     OPEN_CHUNK = auto()
     """Every piece of a chunk (``piece``: its last) has been written: the chunk may be read from its newest slot."""
     READ_STATES = auto()
-    """NVMe -> state slot: weights and moments of one piece, unless they are kept; the stashed gradient too."""
+    """NVMe -> state slot: weights (unless ``loaded``) and moments of one piece, unless they are kept; the stashed
+    gradient too."""
     UPDATE = auto()
     """AdamW on one piece in its state slot, or where it is kept (``slot`` -1 if all of it is); the new weights also go
-    to the buffers of the stages in ``refresh``."""
+    to the buffers of the stages in ``refresh``. If ``loaded``, the weights before are those in the weight buffer."""
     WRITE_STATES = auto()
     """State slot -> NVMe (a slot that the last commit does not name): what is not kept."""
     WRITE_KEPT = auto()
@@ -182,6 +183,8 @@ class Op:
     """They belong to the step before, and run just before the stage is needed (states, updates, what is kept)."""
     fill: bool = False
     """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
+    loaded: bool = False
+    """READ_STATES, UPDATE: the weights are still in the stage's weight buffer, and needn't be read."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
     redo: bool = False

@@ -198,6 +198,7 @@ class _Numbers(TypedDict, total=False):
     owner: int
     delayed: bool
     fill: bool
+    loaded: bool
     stashed: bool
     redo: bool
     ends_input: bool
@@ -561,7 +562,8 @@ class _Builder:
                 self.stashed.append((stage, piece))
                 stash = Resource(Part.STASHED_GRADIENT, stage, piece)
                 self.emit(Kind.STASH_GRADIENT, reads=(gradient,), writes=(stash,), stage=stage, piece=piece)
-        self.update_pieces(stage, range(self.delayed_from[stage]), keepers)
+        # The backward has just been, so its weights are still there: no need to read them again.
+        self.update_pieces(stage, range(self.delayed_from[stage]), keepers, loaded=True)
 
     def update_delayed(self, stage: int, *, fill: bool) -> None:
         """The updates that the step before left for this one. ``fill``: they also fill the stage's new buffer."""
@@ -575,7 +577,8 @@ class _Builder:
         stashed = self.shares_gradient(stage)
         if self.buffers.speculative:
             self.update_pieces(stage, range(pieces.start), keepers, delayed=True, stashed=stashed, redo=True)
-        self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, stashed=stashed)
+        loaded = not fill and self.held.get(self.buffers.weights[stage]) == stage
+        self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, loaded=loaded, stashed=stashed)
 
     def update_pieces(
         self,
@@ -585,12 +588,13 @@ class _Builder:
         *,
         delayed: bool = False,
         fill: bool = False,
+        loaded: bool = False,
         stashed: bool = False,
         redo: bool = False,
     ) -> None:
-        """Read, update and write some pieces of a stage."""
+        """Read, update and write some pieces of a stage. ``loaded``: its weight buffer holds the weights before."""
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
-        filled = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),) if fill else ()
+        buffer = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),)
         chunks = self.stages[stage].chunks
         for piece in pieces:
             chunk = chunks[piece]
@@ -607,7 +611,8 @@ class _Builder:
                 states = (Resource(Part.STATE_SLOT, slot),)
             # A delayed update may need the norm of the whole step before: all of its gradients were measured then.
             norm = (Resource(Part.NORM, 0),) if delayed else ()
-            needs = (*(() if stashed else (gradient,)), *norm, *filled)
+            takes = loaded and not kept
+            needs = (*(() if stashed else (gradient,)), *norm, *(buffer if fill or takes else ()))
             refresh = tuple(
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
@@ -621,6 +626,7 @@ class _Builder:
                     reads=(*((stored, newest) if is_stored else ()), *stash, *(norm if redo else ())),
                     writes=states,
                     delayed=delayed,
+                    loaded=takes,
                     stashed=stashed,
                     redo=redo,
                 )
@@ -632,6 +638,7 @@ class _Builder:
                 refresh=refresh,
                 delayed=delayed,
                 fill=fill,
+                loaded=takes,
                 stashed=stashed,
                 redo=redo,
             )

@@ -126,8 +126,10 @@ class Prices:
         if op.kind is Kind.UPDATE and not op.redo:
             piece = self._op_bytes.piece(op)
             written = sum(array.itemsize for array in self._op_bytes.stored_arrays(op.stage, piece.chunk))
-            merged = sum(self._merged(user, op.stage, piece) for user in op.refresh)
-            merged += piece.num_elements if op.fill else 0
+            merged = sum(
+                self._merged(user, op.stage, piece) for user in op.refresh if not (op.loaded and user == op.stage)
+            )
+            merged += piece.num_elements * (op.fill + (not op.loaded))
             return (
                 times.update_seconds + written * times.checksum_seconds
             ) * piece.num_elements + times.merge_seconds * merged

@@ -23,7 +23,8 @@ class Keep(Enum):
     """What can be kept."""
 
     WEIGHTS = "weights"
-    """Both halves of a chunk's weights: read for every visit of a stage that uses them, read and written to update."""
+    """Both halves of a chunk's weights: read for every visit of a stage that uses them, and for updates that come too
+    late to find them in its buffer; written by updates."""
     MOMENTS = "moments"
     """A chunk's two moments: read and written once a step. Only where the weights are kept too."""
     FROZEN = "frozen"
@@ -60,7 +61,9 @@ def candidates(
     """
     loads: Counter[tuple[int, int]] = Counter()
     for op in plan.ops:
-        if op.kind is Kind.READ_WEIGHTS:
+        if op.kind is Kind.READ_STATES and not op.loaded and not op.redo:
+            loads[op.stage, shapes[op.stage].chunks[op.piece]] += 1
+        elif op.kind is Kind.READ_WEIGHTS:
             loads[op.owner, shapes[op.owner].chunks[op.piece]] += 1
         elif op.kind is Kind.READ_FROZEN:
             loads[op.stage, FROZEN_PIECE] += 1
@@ -70,7 +73,7 @@ def candidates(
             # All pieces of a chunk are nearly always read equally often; a borrower may need only some.
             reads = loads[stage, chunk] / shape.chunks.count(chunk)
             for keep, num_bytes, moved in (
-                (Keep.WEIGHTS, WEIGHT_BYTES * elements, reads + 2),
+                (Keep.WEIGHTS, WEIGHT_BYTES * elements, reads + 1),
                 (Keep.MOMENTS, MOMENT_BYTES * elements, 2.0),
             ):
                 saved_bytes = int(num_bytes * moved)

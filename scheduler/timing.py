@@ -400,7 +400,7 @@ class _Update:
         self._segments = [SegmentUpdate(start=0, stop=count, adam_step=10, lr=1e-6, weight_decay=decay)]
 
     def run(self) -> None:
-        """AdamW on the piece in the next slot."""
+        """AdamW on the piece in the next slot, whose weights are loaded."""
         hi, lo, exp_avg, exp_avg_sq = next(self._slots)
         self._updater.update(
             weight_hi=hi,
@@ -409,6 +409,7 @@ class _Update:
             exp_avg_sq=exp_avg_sq,
             gradient=self.gradient,
             segments=self._segments,
+            weights=self._weights,
         )
 
     def run_and_sum(self) -> None:

@@ -269,7 +269,8 @@ class Updates:
         slot = self._places.states[op.slot]
         item = Item(ItemKind.STATES, op.stage, op.piece)
         kept = self.kept_arrays(op.stage, piece.chunk)
-        moved = [(position, array) for position, array in enumerate(StateArray) if array not in kept]
+        left = kept | frozenset(WEIGHT_ARRAYS) if op.loaded else kept
+        moved = [(position, array) for position, array in enumerate(StateArray) if array not in left]
         num_bytes = sum(array.itemsize for _, array in moved) * piece.num_elements
         self._manager.expire(item)  # its last slot may be another one, which nobody has taken since
         self._manager.fill(item, op.slot, num_bytes)
@@ -318,10 +319,10 @@ class Updates:
             self._manager.save(item.kind, read_bytes=num_bytes, written_bytes=num_bytes)
         if len(kept) < len(StateArray):
             self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
+        places = self._places.stages[op.stage]
         for user in self._users[op.stage][op.piece]:
             if user not in op.refresh and not (op.fill and user == op.stage):
                 self._manager.expire(Item(ItemKind.WEIGHTS, user))
-        places = self._places.stages[op.stage]
         found = self._arrays(op, piece)
         weight_hi, weight_lo = (found[array].view(torch.int16) for array in WEIGHT_ARRAYS)
         exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
@@ -342,7 +343,9 @@ class Updates:
             for segment in layout.segments(piece.start, piece.stop)
             if segment.name in touched and (self._is_guess(op) or not state.skipped)
         ]
-        if segments:  # else a guess is taken back: the version before it is written once more
+        # Without segments a guess is taken back, whose version before is written once more, or only other pieces of the
+        # chunk have changed; what is loaded must come to the slot all the same.
+        if segments or op.loaded:
             self._updater.update(
                 weight_hi=weight_hi,
                 weight_lo=weight_lo,
@@ -350,9 +353,11 @@ class Updates:
                 exp_avg_sq=exp_avg_sq,
                 gradient=gradient,
                 segments=segments,
+                weights=places.piece_weights(piece) if op.loaded else None,
             )
         for keeper in op.refresh:
-            self._places.put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
+            if not (op.loaded and keeper == op.stage):  # else the update has been made there
+                self._places.put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
             self._manager.refresh(Item(ItemKind.WEIGHTS, keeper))
         written = [array for array in StateArray if array not in kept]
         if not written:

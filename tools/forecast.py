@@ -14,8 +14,8 @@ from hoist.scheduler.preflight import Measured, Prediction, priced
 from hoist.scheduler.setup import Setup
 
 #: Bytes that a step reads and writes for each trained parameter if nothing stays in memory: weights for the forward,
-#: for the backward, weights and moments for the update; then these are written.
-TEXTBOOK = (4 + 4 + 12, 12)
+#: for the backward, whose update takes them too, and moments; then all of these are written.
+TEXTBOOK = (4 + 4 + 8, 12)
 #: Kinds of bytes in a tier, in the order that they are shown in.
 KINDS = ("weights", "moments", "gradients", "activations", "scratch")
 

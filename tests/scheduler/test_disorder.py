@@ -128,7 +128,11 @@ MUTATIONS: dict[str, tuple[Order, Mutation]] = {
     ),
     "weights expire while a layer computes with them": (
         "vertical",
-        without_writes([Kind.UNBIND], lambda resource: resource.part is not Part.GRADIENT),
+        without_writes([Kind.UNBIND], lambda resource: resource.part not in (Part.GRADIENT, Part.WEIGHTS)),
+    ),
+    "a weight buffer is taken while an update takes its weights": (
+        "vertical",
+        without_reads([Kind.UPDATE], lambda resource: resource.part is not Part.WEIGHTS),
     ),
 }
 
