@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +145,10 @@ class PieceUpdater:
         _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient)
         _check_segments(segments, min(weight_hi.numel(), gradient.numel()))
         hi_bits, lo_bits = weight_hi.view(torch.int16), weight_lo.view(torch.int16)
+        #: By step count; the kernel only reads them.
+        counts = {
+            segment.adam_step: torch.full((), segment.adam_step, dtype=torch.float32) for segment in segments
+        }
         with self._lock, torch.no_grad():
             for run in _runs(segments, self._block_elements):
                 start, stop = run[0][0], run[-1][1]
@@ -152,7 +156,7 @@ class PieceUpdater:
                 weights = self._weights[: stop - start]
                 patterns = weights.view(torch.int32)
                 merge_block(hi, lo, patterns, self._scratch[: stop - start])
-                self._step(weights, start, run, exp_avg, exp_avg_sq, gradient)
+                self._step(weights, start, run, counts, exp_avg, exp_avg_sq, gradient)
                 if has_nan(weights):
                     for begin, end, _ in run:
                         make_nans_canonical(weights[begin - start : end - start])
@@ -163,7 +167,14 @@ class PieceUpdater:
         )
 
     def _step(
-        self, weights: Tensor, offset: int, run: _Run, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor
+        self,
+        weights: Tensor,
+        offset: int,
+        run: _Run,
+        counts: Mapping[int, Tensor],
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        gradient: Tensor,
     ) -> None:
         """One kernel call for each distinct (lr, weight_decay) in the run; ``weights`` begins at element ``offset``."""
         groups: dict[tuple[float, float], _Run] = {}
@@ -176,7 +187,7 @@ class PieceUpdater:
                 [exp_avg[begin:end] for begin, end, _ in parts],
                 [exp_avg_sq[begin:end] for begin, end, _ in parts],
                 [],  # amsgrad's
-                [torch.full((), segment.adam_step, dtype=torch.float32) for _, _, segment in parts],
+                [counts[segment.adam_step] for _, _, segment in parts],
                 lr=lr,
                 beta1=self._betas[0],
                 beta2=self._betas[1],

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from hoist.tiers.io.base import IO_ALIGN_BYTES
 from hoist.tools.bench.passes import DriveBytes, DriveWork, Way, reserved_file
 from hoist.tools.errors import BenchError
 
@@ -22,6 +23,13 @@ _TIMEOUT_SECONDS = 300
 def installed() -> bool:
     """Whether fio is on the PATH."""
     return shutil.which("fio") is not None
+
+
+def try_out(directory: Path, *, engine: str) -> None:
+    """Raise BenchError, in one line, if fio cannot write a page with its ``engine`` and direct I/O."""
+    work = DriveWork(num_blocks=2, block_bytes=IO_ALIGN_BYTES, depth=1)
+    with reserved_file(directory, work) as path:
+        _run(path, engine, work, write=(0, work.num_bytes))
 
 
 def measure(directory: Path, *, engine: str, work: DriveWork) -> dict[Way, float]:
@@ -53,6 +61,7 @@ def _run(
     command = [
         "fio", "--output-format=json", f"--filename={path}", f"--ioengine={engine}", f"--bs={work.block_bytes}",
         f"--iodepth={work.depth}", "--direct=1", "--fallocate=none", "--allow_file_create=0",
+        "--clocksource=clock_gettime",
     ]  # fmt: skip
     for how, extent, more in (("read", read, []), ("write", write, ["--end_fsync=1"])):
         if extent is not None:

@@ -26,7 +26,7 @@ from hoist.tools.sizes import show_bytes
 #: hoist's own: what its stores are read and written with.
 ENGINES = ("direct", "kvikio")
 BLOCK_BYTES = (2**20, 4 * 2**20, 16 * 2**20)
-DEPTHS = (1, 4, 8)
+DEPTHS = (1, 8)
 #: A pass over less ends before fio's clock of milliseconds tells it exactly.
 _EXACT_BYTES = 64 * 2**20
 
@@ -54,6 +54,8 @@ def run(
     block_bytes: Sequence[int] = BLOCK_BYTES,
     depths: Sequence[int] = DEPTHS,
     rounds: int = 3,
+    engines: Sequence[str] = ENGINES,
+    fio_engines: Sequence[str] = fio.ENGINES,
     command: str = "hoist bench io",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
@@ -70,38 +72,38 @@ def run(
     if num_bytes < _EXACT_BYTES:
         notes.append(f"passes over {show_bytes(num_bytes)} are too short to be exact: --size 512MiB")
     rows: list[dict[str, Any]] = []
-    engines: dict[str, IoEngine] = {}
+    made: dict[str, IoEngine] = {}
     try:
-        for name in ENGINES:
+        for name in engines:
             try:
-                engines[name] = choose_engine(name)
+                made[name] = choose_engine(name)
             except HoistError as error:
                 notes.append(f"{name} is left out: {error}")
-        if not engines:
+        if not made:
             raise BenchError(f"no engine works here: {'; '.join(notes)}")
-        # One small pass of each, so that what cannot work says so at once.
+        # Small passes of each first, so that what cannot work says so at once.
         small = DriveWork(num_blocks=2, block_bytes=IO_ALIGN_BYTES, depth=1)
-        for engine in engines.values():
+        for engine in made.values():
             measure_engine(directory, engine, small)
-        yardsticks = _yardsticks(directory, small, notes)
+        yardsticks = _yardsticks(directory, fio_engines, notes)
         for number, work in enumerate(works):
             sides: dict[str, Callable[[], dict[Way, float]]] = {
-                name: partial(measure_engine, directory, engine, work) for name, engine in engines.items()
+                name: partial(measure_engine, directory, engine, work) for name, engine in made.items()
             }
             sides |= {
                 f"fio {name}": partial(fio.measure, directory, engine=name, work=work) for name in yardsticks
             }
-            buffered = {name: engine.statistics().buffered_bytes for name, engine in engines.items()}
+            buffered = {name: engine.statistics().buffered_bytes for name, engine in made.items()}
 
             def told(done: int, total: int, number: int = number) -> None:
                 progress(number * total + done, total * len(works))
 
             found = interleaved(sides, rounds, told=told)
-            for name, engine in engines.items():
+            for name, engine in made.items():
                 direct = engine.statistics().buffered_bytes == buffered[name]
                 rows += _rows(name, found, work, direct=direct)
     finally:
-        for engine in engines.values():
+        for engine in made.values():
             engine.close()
     if any(row["mode"] != "direct" for row in rows):
         notes.append("this file system has no direct I/O: what went through the page cache is not compared with fio")
@@ -139,15 +141,15 @@ def _works(num_bytes: int, block_bytes: Sequence[int], depths: Sequence[int]) ->
     return works
 
 
-def _yardsticks(directory: Path, work: DriveWork, notes: list[str]) -> list[str]:
+def _yardsticks(directory: Path, engines: Sequence[str], notes: list[str]) -> list[str]:
     """fio's engines that work here; what does not is noted."""
     if not fio.installed():
         notes.append("fio is not installed, so there is nothing to compare with: apt-get install fio")
         return []
     works: list[str] = []
-    for name in fio.ENGINES:
+    for name in engines:
         try:
-            fio.measure(directory, engine=name, work=work)
+            fio.try_out(directory, engine=name)
         except BenchError as error:
             notes.append(f"fio's {name} is left out: {error}")
         else:

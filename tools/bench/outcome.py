@@ -6,13 +6,13 @@ Nothing here measures. A comparison that must not be believed is never made into
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -85,17 +85,25 @@ def show(outcome: Outcome, console: Console) -> None:
     A table that is wider than the console goes past its edge: no number is ever cut.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    least = 0
     texts = [column_texts(column.key, [row.get(column.key) for row in outcome.rows]) for column in outcome.columns]
-    for column, (unit, _) in zip(outcome.columns, texts, strict=True):
-        # What is a word needs two lines at worst; numbers stay whole.
+    for column, (unit, cells) in zip(outcome.columns, texts, strict=True):
+        # Words may be wrapped, numbers are not; a title takes as many lines as its column's width wants.
         is_text = _is_text(outcome.rows, column.key)
-        title = f"{column.title}\n{unit}" if unit else column.title
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, vertical="top")
-    for cells in zip(*(found for _, found in texts), strict=True):
-        table.add_row(*(Text(cell) for cell in cells))
+        parts = [part for cell in cells for part in (cell.split() if is_text else [cell])]
+        width = max(map(len, [*parts, *column.title.split(), unit, ""]))
+        title = column.title if is_text else textwrap.fill(column.title, max(1, width), break_on_hyphens=False)
+        table.add_column(
+            Text("\n".join(filter(None, (title, unit)))), justify="left" if is_text else "right", no_wrap=not is_text
+        )
+        least += width + 2
+    for row in zip(*(found for _, found in texts), strict=True):
+        table.add_row(*(Text(cell) for cell in row))
     console.print(Text(outcome.about))
-    least = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
-    console.print(table, width=max(least, console.width), crop=False, overflow="ignore")
+    width = console.width
+    console.width = max(least, width)  # print takes no table wider than the console
+    console.print(table, crop=False)
+    console.width = width
     for note in outcome.notes:
         console.print(Text(f"Note: {note}"))
     console.print(Text(outcome.machine.in_words, style="dim"))
@@ -125,7 +133,8 @@ def _unit(key: str, sizes: Sequence[float]) -> tuple[str, float]:
         if f"_{key}".endswith(ending):
             chosen = 0
             for number, (_, size) in enumerate(units):
-                if sizes and (min(sizes) >= _LEAST * size or max(sizes) >= _MOST * units[chosen][1]):
+                too_long = max(sizes, default=0.0) >= max(_MOST * units[chosen][1], _LEAST * size)
+                if min(sizes, default=0.0) >= _LEAST * size or too_long:
                     chosen = number
             return units[chosen]
     return "", 1.0

@@ -39,7 +39,7 @@ def bench_io(
         list[str] | None, typer.Option(metavar="SIZE", help="Bytes of a request; repeat. Default: 1, 4 and 16 MiB.")
     ] = None,
     depth: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Requests in flight; repeat. Default: 1, 4 and 8.")
+        list[int] | None, typer.Option(metavar="N", help="Requests in flight; repeat. Default: 1 and 8.")
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 3,
     output: _Output = None,
@@ -63,7 +63,7 @@ def bench_io(
 def bench_optim(
     elements: Annotated[
         str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
-    ] = "32MiB",
+    ] = "16MiB",
     threads: Annotated[
         list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
     ] = None,
