@@ -38,7 +38,7 @@ COLUMNS = (
     Column(key="bytes_per_second", title="hoist"),
     Column(key="fio_bytes_per_second", title="fio"),
     Column(key="fio_engine", title="by"),
-    Column(key="fio_ratio", title="/ fio"),
+    Column(key="fio_ratio", title="/fio"),
     Column(key="fio_low_ratio", title="from"),
     Column(key="fio_high_ratio", title="to"),
 )

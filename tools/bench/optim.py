@@ -34,10 +34,10 @@ COLUMNS = (
     Column(key="block_elements", title="block"),
     Column(key="parameters_per_second", title="params"),
     Column(key="moved_bytes_per_second", title="moved"),
-    Column(key="plain_ratio", title="/ plain"),
+    Column(key="plain_ratio", title="/plain"),
     Column(key="plain_low_ratio", title="from"),
     Column(key="plain_high_ratio", title="to"),
-    Column(key="copy_ratio", title="/ copy"),
+    Column(key="copy_ratio", title="/copy"),
 )
 _COPY, _PLAIN, _SPLIT = "copy", "fused AdamW", "hoist, split"
 _HYPERPARAMETERS = AdamWHyperparameters(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
