@@ -1,6 +1,6 @@
-"""Runs fio, the yardstick for a drive's bandwidth, where it is installed: one sequential job, direct I/O.
+"""Runs fio, the yardstick for a drive's bandwidth, where it is installed: the passes of `passes.py`, direct I/O.
 
-Reads its JSON and nothing else. What hoist's engines reach is measured by `hoist.tiers.io.probe`.
+Reads its JSON and nothing else. hoist's side is in `passes.py`, which also says what is counted as the drive's work.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hoist.tiers.io.base import IO_ALIGN_BYTES
+from hoist.tools.bench.passes import DriveBytes, DriveWork, Way, reserved_file
 from hoist.tools.errors import BenchError
 
 #: fio's I/O engines that are tried.
@@ -19,50 +20,78 @@ ENGINES = ("libaio", "io_uring")
 _TIMEOUT_SECONDS = 300
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FioRates:
-    """What one job each way reached, in bytes a second."""
-
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-    """The final fsync included."""
-
-
 def installed() -> bool:
     """Whether fio is on the PATH."""
     return shutil.which("fio") is not None
 
 
-def measure(directory: Path, *, engine: str, num_bytes: int, block_bytes: int, depth: int) -> FioRates:
-    """Write a temporary file of ``num_bytes`` in ``directory`` and read it, in blocks, ``depth`` of them in flight.
+def try_out(directory: Path, *, engine: str) -> None:
+    """Raise BenchError, in one line, if fio cannot write a page with its ``engine`` and direct I/O."""
+    work = DriveWork(num_blocks=2, block_bytes=IO_ALIGN_BYTES, depth=1)
+    with reserved_file(directory, work) as path:
+        _run(path, engine, work, write=(0, work.num_bytes))
 
-    The file is always removed. Raises BenchError, in one line, if fio fails: not every kernel has io_uring.
+
+def measure(directory: Path, *, engine: str, work: DriveWork) -> dict[Way, float]:
+    """Bytes a second of each pass through fio's ``engine``, over a file like that of hoist's side; always removed.
+
+    fio counts in milliseconds, and flushes with fsync where hoist takes fdatasync. Raises BenchError, in one line, if
+    fio fails (not every kernel has io_uring) or less went to and from the drive than it says; StoreRefusedError where
+    the file cannot be made.
     """
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".hoist-fio-") as folder:
-        rates = [
-            _run(Path(folder) / "file", engine, how, num_bytes, block_bytes, depth) for how in ("write", "read")
-        ]
-    return FioRates(write_bytes_per_second=rates[0], read_bytes_per_second=rates[1])
+    half = work.num_bytes // 2
+    with reserved_file(directory, work) as path:
+        return {
+            Way.FIRST_WRITE: _run(path, engine, work, write=(0, work.num_bytes)),
+            Way.REWRITE: _run(path, engine, work, write=(0, work.num_bytes)),
+            Way.READ: _run(path, engine, work, read=(0, work.num_bytes)),
+            Way.BOTH: _run(path, engine, work, read=(0, half), write=(half, half)),
+        }
 
 
-def _run(path: Path, engine: str, how: str, num_bytes: int, block_bytes: int, depth: int) -> float:
+def _run(
+    path: Path,
+    engine: str,
+    work: DriveWork,
+    *,
+    read: tuple[int, int] | None = None,
+    write: tuple[int, int] | None = None,
+) -> float:
+    """One process of fio with a job for each (offset, length in bytes) given; bytes a second of all together."""
     command = [
-        "fio", "--name=hoist", f"--filename={path}", f"--ioengine={engine}", f"--rw={how}", f"--bs={block_bytes}",
-        f"--size={num_bytes}", f"--iodepth={depth}", "--direct=1", "--fallocate=posix", "--randrepeat=1",
-        "--output-format=json", *(["--end_fsync=1"] if how == "write" else ["--invalidate=1"]),
+        "fio", "--output-format=json", f"--filename={path}", f"--ioengine={engine}", f"--bs={work.block_bytes}",
+        f"--iodepth={work.depth}", "--direct=1", "--fallocate=none", "--allow_file_create=0",
+        "--clocksource=clock_gettime",
     ]  # fmt: skip
+    for how, extent, more in (("read", read, []), ("write", write, ["--end_fsync=1"])):
+        if extent is not None:
+            offset, num_bytes = extent
+            command += [f"--name={how}", f"--rw={how}", f"--offset={offset}", f"--size={num_bytes}", *more]
+    counted = DriveBytes(children=True)
+    jobs = _jobs(command, engine)
+    moved = {how: sum(int(job[how]["io_bytes"]) for job in jobs) for how in ("read", "write")}
+    asked = (read[1] if read else 0, write[1] if write else 0)
+    if (moved["read"], moved["write"]) != asked:
+        raise BenchError(f"fio --ioengine={engine}: moved {moved} bytes, was to read {asked[0]}, write {asked[1]}")
+    counted.check(f"fio --ioengine={engine}", read_bytes=asked[0], written_bytes=asked[1])
+    # A job's own runtime counts its fsync; "bw_bytes" of a write may not.
+    return sum(asked) / (max(1, *(int(job["job_runtime"]) for job in jobs)) / 1000)
+
+
+def _jobs(command: list[str], engine: str) -> list[dict[str, Any]]:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        # In a session of its own, Ctrl-C leaves it to end by itself, in a second or so, and hoist tells of the stop.
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False, start_new_session=True
+        )
     except subprocess.TimeoutExpired as error:
         raise BenchError(f"fio --ioengine={engine}: did not end within {_TIMEOUT_SECONDS} s") from error
     if ended.returncode:
         reason = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
         raise BenchError(f"fio --ioengine={engine}: {reason[-1] if reason else f'exit code {ended.returncode}'}")
     # Before the document fio may print warnings.
-    document = json.loads(ended.stdout[ended.stdout.index("{") :])
-    job = document["jobs"][0]
-    if job["error"]:
-        raise BenchError(f"fio --ioengine={engine}: error {job['error']}")
-    # The job's own runtime counts the fsync; "bw_bytes" of a write may not.
-    seconds = job["job_runtime"] / 1000 if how == "write" else job["read"]["runtime"] / 1000
-    return float(job[how]["io_bytes"] / max(seconds, 1e-3))
+    jobs: list[dict[str, Any]] = json.loads(ended.stdout[ended.stdout.index("{") :])["jobs"]
+    for job in jobs:
+        if job["error"]:
+            raise BenchError(f"fio --ioengine={engine}: error {job['error']}")
+    return jobs

@@ -1,7 +1,7 @@
-"""`hoist bench io`: what each engine reads and writes on a directory's drive, beside fio on the same file sizes.
+"""`hoist bench io`: what each engine of hoist's reads and writes on a directory's drive, beside fio doing the same.
 
-Direct I/O on both sides; what went through the page cache is labelled, and never compared. How one measurement is made
-is `hoist.tiers.io.probe`'s business.
+Direct I/O on both sides; what went through the page cache is said, and never compared. The work of a pass is
+`passes.py`'s business, fio is run by `fio.py`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hoist.scheduler.errors import ConfigError
 from hoist.tiers.errors import HoistError
-from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 from hoist.tiers.io.choose import choose_engine
-from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tools.bench import fio
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
-from hoist.tools.bench.rounds import Spread, interleaved
+from hoist.tools.bench.passes import DriveWork, Way, measure_engine
+from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.errors import BenchError
+from hoist.tools.sizes import show_bytes
 
 #: hoist's own: what its stores are read and written with.
 ENGINES = ("direct", "kvikio")
 BLOCK_BYTES = (2**20, 4 * 2**20, 16 * 2**20)
-DEPTHS = (1, 4, 8)
+DEPTHS = (1, 8)
+#: A pass over less ends before fio's clock of milliseconds tells it exactly.
+_EXACT_BYTES = 64 * 2**20
 
 COLUMNS = (
-    Column(key="engine", title="engine"),
+    Column(key="way", title="pass"),
     Column(key="block_bytes", title="block"),
-    Column(key="depth", title="in flight"),
-    Column(key="read_bytes_per_second", title="read"),
-    Column(key="write_bytes_per_second", title="write"),
-    Column(key="read_fio_ratio", title="read / fio"),
-    Column(key="write_fio_ratio", title="write / fio"),
-    Column(key="mode", title="mode"),
+    Column(key="depth", title="depth"),
+    Column(key="engine", title="engine"),
+    Column(key="bytes_per_second", title="hoist"),
+    Column(key="fio_bytes_per_second", title="fio"),
+    Column(key="fio_engine", title="by"),
+    Column(key="fio_ratio", title="/fio"),
+    Column(key="fio_low_ratio", title="from"),
+    Column(key="fio_high_ratio", title="to"),
 )
+
+#: Bytes a second of each pass, round by round, of one side.
+_Rounds = list[dict[Way, float]]
 
 
 def run(
@@ -45,71 +54,102 @@ def run(
     block_bytes: Sequence[int] = BLOCK_BYTES,
     depths: Sequence[int] = DEPTHS,
     rounds: int = 3,
+    engines: Sequence[str] = ENGINES,
+    fio_engines: Sequence[str] = fio.ENGINES,
     command: str = "hoist bench io",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Measure every engine that the machine has, and fio's, for every block size and depth.
 
-    Temporary files of ``num_bytes`` are made in ``directory``, one at a time. A ratio is that of two medians, with the
-    better of fio's engines. Raises BenchError if bytes came back wrong, or no engine works.
+    Temporary files of about ``num_bytes`` are made in ``directory``, one at a time. A ratio is the median over rounds,
+    against that engine of fio's which was the faster one over all of them. Raises ConfigError for settings that cannot
+    be, StoreRefusedError where no file can be made, BenchError if bytes came back wrong or from a cache, or no engine
+    works.
     """
-    notes: list[str] = []
-    found: list[dict[str, Any]] = []
-    engines: dict[str, IoEngine] = {}
+    works = _works(num_bytes, block_bytes, depths)
+    machine = look(directory)
+    notes = load_note(machine)
+    if num_bytes < _EXACT_BYTES:
+        notes.append(f"passes over {show_bytes(num_bytes)} are too short to be exact: --size 512MiB")
+    rows: list[dict[str, Any]] = []
+    made: dict[str, IoEngine] = {}
     try:
-        for name in ENGINES:
+        for name in engines:
             try:
-                engines[name] = choose_engine(name)
+                made[name] = choose_engine(name)
             except HoistError as error:
                 notes.append(f"{name} is left out: {error}")
-        yardsticks = _yardsticks(directory, notes)
-        settings = [(block, depth) for block in block_bytes for depth in depths]
-        for number, (block, depth) in enumerate(settings):
-            sides: dict[str, Callable[[], Bandwidth | fio.FioRates]] = {
-                name: partial(
-                    measure_bandwidth, directory, engine, num_bytes=num_bytes, request_bytes=block, in_flight=depth
-                )
-                for name, engine in engines.items()
+        if not made:
+            raise BenchError(f"no engine works here: {'; '.join(notes)}")
+        # Small passes of each first, so that what cannot work says so at once.
+        small = DriveWork(num_blocks=2, block_bytes=IO_ALIGN_BYTES, depth=1)
+        for engine in made.values():
+            measure_engine(directory, engine, small)
+        yardsticks = _yardsticks(directory, fio_engines, notes)
+        for number, work in enumerate(works):
+            sides: dict[str, Callable[[], dict[Way, float]]] = {
+                name: partial(measure_engine, directory, engine, work) for name, engine in made.items()
             }
             sides |= {
-                f"fio {name}": partial(
-                    fio.measure, directory, engine=name, num_bytes=num_bytes, block_bytes=block, depth=depth
-                )
-                for name in yardsticks
+                f"fio {name}": partial(fio.measure, directory, engine=name, work=work) for name in yardsticks
             }
-            base = number * rounds * len(sides)
+            buffered = {name: engine.statistics().buffered_bytes for name, engine in made.items()}
 
-            def told(done: int, total: int, base: int = base, whole: int = len(settings)) -> None:
-                progress(base + done, total * whole)
+            def told(done: int, total: int, number: int = number) -> None:
+                progress(number * total + done, total * len(works))
 
-            found += _rows(interleaved(sides, rounds, told=told), block, depth)
+            found = interleaved(sides, rounds, told=told)
+            for name, engine in made.items():
+                direct = engine.statistics().buffered_bytes == buffered[name]
+                rows += _rows(name, found, work, direct=direct)
     finally:
-        for engine in engines.values():
+        for engine in made.values():
             engine.close()
+    if any(row["mode"] != "direct" for row in rows):
+        notes.append("this file system has no direct I/O: what went through the page cache is not compared with fio")
     return Outcome(
         name="io",
         about=(
-            f"bandwidth of a drive through hoist's engines and fio: files of {num_bytes / 2**20:.0f} MiB, written, "
-            f"flushed and read with direct I/O; medians of {rounds} interleaved rounds"
+            f"Bandwidth of a drive through hoist's engines, and fio's in the same passes over the same kind of file "
+            f"(about {show_bytes(num_bytes)}, space reserved before, flushed after each write): direct I/O, "
+            f"interleaved, {rounds} rounds, medians; every byte that hoist reads is checked."
         ),
         command=command,
-        machine=look(directory),
+        machine=machine,
         settings={"num_bytes": num_bytes, "rounds": rounds},
         columns=COLUMNS,
-        rows=tuple(found),
+        rows=tuple(sorted(rows, key=lambda row: (list(Way).index(row["way"]), row["block_bytes"], row["depth"]))),
         notes=tuple(notes),
     )
 
 
-def _yardsticks(directory: Path, notes: list[str]) -> list[str]:
-    """fio's engines that work here."""
+def _works(num_bytes: int, block_bytes: Sequence[int], depths: Sequence[int]) -> list[DriveWork]:
+    """Raises ConfigError."""
+    works = []
+    for block in block_bytes:
+        if block < IO_ALIGN_BYTES or block % IO_ALIGN_BYTES:
+            raise ConfigError(f"--block: got {block} bytes, must be a multiple of {IO_ALIGN_BYTES}")
+        for depth in depths:
+            if depth < 1:
+                raise ConfigError(f"--depth: got {depth}, must be at least 1")
+            if num_bytes < 2 * block * depth:
+                raise ConfigError(
+                    f"--size: got {show_bytes(num_bytes)}, must be at least {show_bytes(2 * block * depth)}, twice "
+                    f"what is in flight with --block {show_bytes(block)} and --depth {depth}; smaller ones need less"
+                )
+            works.append(DriveWork(num_blocks=2 * (num_bytes // (2 * block)), block_bytes=block, depth=depth))
+    return works
+
+
+def _yardsticks(directory: Path, engines: Sequence[str], notes: list[str]) -> list[str]:
+    """fio's engines that work here; what does not is noted."""
     if not fio.installed():
         notes.append("fio is not installed, so there is nothing to compare with: apt-get install fio")
         return []
     works: list[str] = []
-    for name in fio.ENGINES:
+    for name in engines:
         try:
-            fio.measure(directory, engine=name, num_bytes=2**20, block_bytes=2**20, depth=1)
+            fio.try_out(directory, engine=name)
         except BenchError as error:
             notes.append(f"fio's {name} is left out: {error}")
         else:
@@ -117,38 +157,32 @@ def _yardsticks(directory: Path, notes: list[str]) -> list[str]:
     return works
 
 
-def _rows(found: dict[str, list[Bandwidth | fio.FioRates]], block: int, depth: int) -> list[dict[str, Any]]:
-    rates = {
-        name: (
-            Spread.of([one.read_bytes_per_second for one in all_rounds]),
-            Spread.of([one.write_bytes_per_second for one in all_rounds]),
-        )
-        for name, all_rounds in found.items()
-    }
-    best = [
-        max((rates[name][way].median for name in rates if name.startswith("fio ")), default=None) for way in (0, 1)
-    ]
-    rows = []
-    for name, (read, write) in rates.items():
-        ours = [one for one in found[name] if isinstance(one, Bandwidth)]
-        if any(not one.verified for one in ours):
-            raise BenchError(f"{name}: bytes that were read back are not those that were written; look at hoist doctor")
-        direct = all(one.direct for one in ours)
-        comparable = bool(ours) and direct
+def _rows(name: str, found: dict[str, _Rounds], work: DriveWork, *, direct: bool) -> list[dict[str, Any]]:
+    """A row a pass of one engine of hoist's; not compared where it went through the page cache."""
+    rows: list[dict[str, Any]] = []
+    for way in Way:
+        rates = {side: [one[way] for one in all_rounds] for side, all_rounds in found.items()}
+        ours = Spread.of(rates[name])
+        theirs = {side: Spread.of(rates[side]) for side in rates if side.startswith("fio ")} if direct else {}
+        best = max(theirs, key=lambda side: theirs[side].median, default=None)
+        ratio = None if best is None else ratios(rates[name], rates[best])
         rows.append(
             {
+                "way": str(way),
+                "block_bytes": work.block_bytes,
+                "depth": work.depth,
                 "engine": name,
-                "block_bytes": block,
-                "depth": depth,
-                "read_bytes_per_second": read.median,
-                "write_bytes_per_second": write.median,
-                "read_fio_ratio": read.median / best[0] if comparable and best[0] else None,
-                "write_fio_ratio": write.median / best[1] if comparable and best[1] else None,
-                "mode": "direct" if direct else "page cache: not compared",
-                "read_low_bytes_per_second": read.low,
-                "read_high_bytes_per_second": read.high,
-                "write_low_bytes_per_second": write.low,
-                "write_high_bytes_per_second": write.high,
+                "mode": "direct" if direct else "page cache",
+                "bytes_per_second": ours.median,
+                "low_bytes_per_second": ours.low,
+                "high_bytes_per_second": ours.high,
+                "fio_engine": None if best is None else best.removeprefix("fio "),
+                "fio_bytes_per_second": None if best is None else theirs[best].median,
+                "fio_low_bytes_per_second": None if best is None else theirs[best].low,
+                "fio_high_bytes_per_second": None if best is None else theirs[best].high,
+                "fio_ratio": None if ratio is None else ratio.median,
+                "fio_low_ratio": None if ratio is None else ratio.low,
+                "fio_high_ratio": None if ratio is None else ratio.high,
             }
         )
     return rows

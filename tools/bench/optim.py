@@ -8,17 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hoist.optim import AdamWHyperparameters
-from hoist.optim.adamw import PieceUpdater, SegmentUpdate
-from hoist.tools.bench.machine import look
+from hoist.optim import AdamWHyperparameters, merge, split
+from hoist.optim.adamw import SEGMENT_ALIGN_ELEMENTS, PieceUpdater, SegmentUpdate
+from hoist.scheduler.errors import ConfigError
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
-from hoist.tools.bench.rounds import Spread, interleaved
+from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.errors import BenchError
 
 BLOCK_ELEMENTS = (2**16, 2**18, 2**20)
@@ -32,24 +32,28 @@ COLUMNS = (
     Column(key="what", title="what"),
     Column(key="threads", title="threads"),
     Column(key="block_elements", title="block"),
-    Column(key="parameters_per_second", title="parameters"),
+    Column(key="parameters_per_second", title="params"),
     Column(key="moved_bytes_per_second", title="moved"),
-    Column(key="plain_ratio", title="/ plain"),
-    Column(key="copy_ratio", title="/ copy"),
+    Column(key="plain_ratio", title="/plain"),
+    Column(key="plain_low_ratio", title="from"),
+    Column(key="plain_high_ratio", title="to"),
+    Column(key="copy_ratio", title="/copy"),
 )
+_COPY, _PLAIN, _SPLIT = "copy", "fused AdamW", "hoist, split"
 _HYPERPARAMETERS = AdamWHyperparameters(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 class _States:
-    """The tensors of one side; both sides begin with the same."""
+    """The moments of one side, which all begin the same, and the gradient, which all share: no update changes it."""
 
-    def __init__(self, num_elements: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randn(num_elements, generator=generator)
-        self.gradient = torch.randn(num_elements, generator=generator)
-        self.exp_avg = torch.zeros(num_elements)
-        self.exp_avg_sq = torch.zeros(num_elements)
-        self.weights = weights
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+        self.exp_avg = torch.zeros_like(gradient)
+        self.exp_avg_sq = torch.zeros_like(gradient)
+
+    def has_moments_of(self, other: _States) -> bool:
+        """Whether both moments have the bits of another's."""
+        return self.exp_avg.equal(other.exp_avg) and self.exp_avg_sq.equal(other.exp_avg_sq)
 
 
 def run(
@@ -58,13 +62,19 @@ def run(
     threads: Sequence[int],
     block_elements: Sequence[int] = BLOCK_ELEMENTS,
     rounds: int = 5,
+    make_updater: Callable[[int], PieceUpdater] = lambda block: PieceUpdater(_HYPERPARAMETERS, block_elements=block),
     command: str = "hoist bench optim",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Measure updates of ``num_elements`` parameters (28 bytes each in memory, twice) for every number of threads.
+    """Measure updates of ``num_elements`` parameters (12 bytes each for each side) for every number of threads.
 
-    Raises BenchError if hoist's weights differ from plain AdamW's after the same updates.
+    ``make_updater`` makes hoist's side for a block size. Raises ConfigError for settings that cannot be, BenchError if
+    hoist's weights or moments differ in a bit from plain AdamW's after the same updates.
     """
+    for block in block_elements:
+        if block < 1 or block % SEGMENT_ALIGN_ELEMENTS:
+            raise ConfigError(f"--block: got {block}, must be a multiple of {SEGMENT_ALIGN_ELEMENTS} elements")
+    machine = look(Path())
     rows: list[dict[str, Any]] = []
     for number, count in enumerate(threads):
 
@@ -72,7 +82,7 @@ def run(
             progress(number * total + done, total * len(threads))
 
         with _threads(count):
-            rows += _measure(num_elements, count, block_elements, rounds, told)
+            rows += _measure(num_elements, count, block_elements, rounds, make_updater, told)
     return Outcome(
         name="optim",
         about=(
@@ -80,13 +90,14 @@ def run(
             f"beside torch's fused kernel on float32; medians of {rounds} interleaved rounds"
         ),
         command=command,
-        machine=look(Path()),
+        machine=machine,
         settings={"num_elements": num_elements, "rounds": rounds},
         columns=COLUMNS,
         rows=tuple(rows),
         notes=(
             f"an update moves {UPDATE_BYTES} bytes a parameter on both sides (split halves are as large as float32); a "
             f"copy moves {COPY_BYTES} bytes a byte",
+            *load_note(machine),
         ),
     )
 
@@ -96,63 +107,92 @@ def _measure(
     threads: int,
     block_elements: Sequence[int],
     rounds: int,
+    make_updater: Callable[[int], PieceUpdater],
     progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    plain = _States(num_elements)
-    count = torch.zeros(())
-    split_sides = {block: _Split(num_elements, block) for block in block_elements}
+    generator = torch.Generator().manual_seed(0)
+    weights, gradient = (torch.randn(num_elements, generator=generator) for _ in range(2))
+    plain = _Plain(weights, gradient, num_elements)
+    plain_sides = {block: _Plain(weights, gradient, block) for block in block_elements}
+    split_sides = {block: _Split(weights, gradient, make_updater(block)) for block in block_elements}
     source, target = torch.empty(num_elements).fill_(1.0), torch.empty(num_elements)
-
-    def update_plain() -> float:
-        started = time.perf_counter()
-        count.add_(1)
-        torch._fused_adamw_(
-            [plain.weights], [plain.gradient], [plain.exp_avg], [plain.exp_avg_sq], [], [count],
-            lr=_HYPERPARAMETERS.lr, beta1=_HYPERPARAMETERS.betas[0], beta2=_HYPERPARAMETERS.betas[1],
-            weight_decay=_HYPERPARAMETERS.weight_decay, eps=_HYPERPARAMETERS.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        return time.perf_counter() - started
 
     def copy() -> float:
         started = time.perf_counter()
         target.copy_(source)
         return time.perf_counter() - started
 
-    sides: dict[str, Callable[[], float]] = {"copy": copy, "plain": update_plain}
-    sides |= {f"hoist {block}": partial(side.update) for block, side in split_sides.items()}
+    sides: dict[tuple[str, int | None], Callable[[], float]] = {(_COPY, None): copy, (_PLAIN, None): plain.update}
+    sides |= {(_PLAIN, block): side.update for block, side in plain_sides.items()}
+    sides |= {(_SPLIT, block): side.update for block, side in split_sides.items()}
     for side in sides.values():
         side()  # pages are touched, the kernel is warm
-    seconds = {name: Spread.of(found) for name, found in interleaved(sides, rounds, told=progress).items()}
+    seconds = interleaved(sides, rounds, told=progress)
     for block, updated in split_sides.items():
-        if not torch.equal(updated.merged(), plain.weights):
-            raise BenchError(f"blocks of {block}: hoist's weights are not plain AdamW's after {rounds + 1} updates")
-    copied = COPY_BYTES * 4 * num_elements / seconds["copy"].median
-    rows = [_row("copy", threads, None, None, copied, None, None)]
-    for name, spread in seconds.items():
-        if name == "copy":
-            continue
-        rate = num_elements / spread.median
-        block_size = None if name == "plain" else int(name.split()[1])
-        against = None if name == "plain" else seconds["plain"].median / spread.median
-        label = "plain fused AdamW" if name == "plain" else "hoist, split weights"
-        rows.append(_row(label, threads, block_size, rate, UPDATE_BYTES * rate, against, UPDATE_BYTES * rate / copied))
+        if not (updated.merged().equal(plain.weights) and updated.states.has_moments_of(plain.states)):
+            raise BenchError(f"blocks of {block}: hoist's states are not plain AdamW's after {rounds + 1} updates")
+    rows = []
+    for (what, block_size), spread in ((name, Spread.of(found)) for name, found in seconds.items()):
+        per_element = 4 * COPY_BYTES if what == _COPY else UPDATE_BYTES
+        against = None if (what, block_size) in ((_COPY, None), (_PLAIN, None)) else ratios(
+            seconds[_PLAIN, None], seconds[what, block_size]
+        )
+        copied = ratios(seconds[_COPY, None], seconds[what, block_size]).median * per_element / (4 * COPY_BYTES)
+        rows.append(
+            {
+                "what": what,
+                "threads": threads,
+                "block_elements": block_size,
+                "parameters_per_second": None if what == _COPY else num_elements / spread.median,
+                "moved_bytes_per_second": per_element * num_elements / spread.median,
+                "plain_ratio": against.median if against else None,
+                "plain_low_ratio": against.low if against else None,
+                "plain_high_ratio": against.high if against else None,
+                "copy_ratio": None if what == _COPY else copied,
+                "low_update_seconds": spread.low,
+                "high_update_seconds": spread.high,
+            }
+        )
     return rows
+
+
+class _Plain:
+    """torch's fused kernel on float32 weights, called for each block."""
+
+    def __init__(self, weights: torch.Tensor, gradient: torch.Tensor, block_elements: int) -> None:
+        self.states = _States(gradient)
+        self.weights = weights.clone()
+        self._block_elements = block_elements
+        self._step = 0
+
+    def update(self) -> float:
+        """Seconds of one update."""
+        self._step += 1
+        states, count = self.states, torch.tensor(float(self._step))
+        started = time.perf_counter()
+        for start in range(0, self.weights.numel(), self._block_elements):
+            cut = slice(start, start + self._block_elements)
+            torch._fused_adamw_(
+                [self.weights[cut]], [states.gradient[cut]], [states.exp_avg[cut]], [states.exp_avg_sq[cut]], [],
+                [count], lr=_HYPERPARAMETERS.lr, beta1=_HYPERPARAMETERS.betas[0], beta2=_HYPERPARAMETERS.betas[1],
+                weight_decay=_HYPERPARAMETERS.weight_decay, eps=_HYPERPARAMETERS.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return time.perf_counter() - started
 
 
 class _Split:
     """hoist's side: the same states, with split weights."""
 
-    def __init__(self, num_elements: int, block_elements: int) -> None:
-        from hoist.optim.split import split
-
-        self._states = _States(num_elements)
-        self._hi = torch.empty(num_elements, dtype=torch.int16)
-        self._lo = torch.empty(num_elements, dtype=torch.int16)
-        split(self._states.weights, self._hi, self._lo)
-        self._updater = PieceUpdater(_HYPERPARAMETERS, block_elements=block_elements)
+    def __init__(self, weights: torch.Tensor, gradient: torch.Tensor, updater: PieceUpdater) -> None:
+        self.states = _States(gradient)
+        self._hi = torch.empty_like(weights, dtype=torch.int16)
+        self._lo = torch.empty_like(weights, dtype=torch.int16)
+        split(weights, self._hi, self._lo)
+        self._updater = updater
         self._step = 0
 
     def update(self) -> float:
+        """Seconds of one update."""
         self._step += 1
         segment = SegmentUpdate(
             start=0, stop=self._hi.numel(), adam_step=self._step, lr=_HYPERPARAMETERS.lr,
@@ -160,36 +200,16 @@ class _Split:
         )  # fmt: skip
         started = time.perf_counter()
         self._updater.update(
-            weight_hi=self._hi, weight_lo=self._lo, exp_avg=self._states.exp_avg, exp_avg_sq=self._states.exp_avg_sq,
-            gradient=self._states.gradient, segments=[segment],
+            weight_hi=self._hi, weight_lo=self._lo, exp_avg=self.states.exp_avg, exp_avg_sq=self.states.exp_avg_sq,
+            gradient=self.states.gradient, segments=[segment],
         )  # fmt: skip
         return time.perf_counter() - started
 
     def merged(self) -> torch.Tensor:
-        from hoist.optim.split import merge
-
-        merge(self._hi, self._lo, self._states.weights)
-        return self._states.weights
-
-
-def _row(
-    what: str,
-    threads: int,
-    block_elements: int | None,
-    rate: float | None,
-    moved: float,
-    plain_ratio: float | None,
-    copy_ratio: float | None,
-) -> dict[str, Any]:
-    return {
-        "what": what,
-        "threads": threads,
-        "block_elements": block_elements,
-        "parameters_per_second": rate,
-        "moved_bytes_per_second": moved,
-        "plain_ratio": plain_ratio,
-        "copy_ratio": copy_ratio,
-    }
+        """The weights as float32."""
+        weights = torch.empty(self._hi.numel())
+        merge(self._hi, self._lo, weights)
+        return weights
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Errors become one line in `exits.py`.
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def bench_io(
         list[str] | None, typer.Option(metavar="SIZE", help="Bytes of a request; repeat. Default: 1, 4 and 16 MiB.")
     ] = None,
     depth: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Requests in flight; repeat. Default: 1, 4 and 8.")
+        list[int] | None, typer.Option(metavar="N", help="Requests in flight; repeat. Default: 1 and 8.")
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 3,
     output: _Output = None,
@@ -53,7 +53,7 @@ def bench_io(
         "measuring the drive",
         lambda progress: io.run(
             directory, num_bytes=_bytes("--size", size), block_bytes=blocks, depths=depth or io.DEPTHS, rounds=rounds,
-            command=f"hoist bench io {shlex.quote(str(directory))} --size {size} --rounds {rounds}", progress=progress,
+            command=_command("io", directory, size=size, block=block, depth=depth, rounds=rounds), progress=progress,
         ),
         output, as_json,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def bench_io(
 def bench_optim(
     elements: Annotated[
         str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
-    ] = "32MiB",
+    ] = "16MiB",
     threads: Annotated[
         list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
     ] = None,
@@ -84,7 +84,8 @@ def bench_optim(
         "updating",
         lambda progress: optim.run(
             num_elements=_bytes("--elements", elements), threads=counts, block_elements=block or optim.BLOCK_ELEMENTS,
-            rounds=rounds, command=f"hoist bench optim --elements {elements} --rounds {rounds}", progress=progress,
+            rounds=rounds, progress=progress,
+            command=_command("optim", elements=elements, threads=counts, block=block, rounds=rounds),
         ),
         output, as_json,
     )  # fmt: skip
@@ -95,6 +96,7 @@ def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None,
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
 
+    _check_output(output)
     with Stop() as stop, Display(Console(stderr=as_json)) as display:
 
         def progress(done: int, total: int) -> None:
@@ -105,10 +107,27 @@ def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None,
     if output is not None:
         write(found, output)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+        typer.echo(found.to_text())
     else:
         show(found, Console())
     return 0
+
+
+def _check_output(output: Path | None) -> None:
+    """Raise ConfigError for a file that could not be written after minutes of measuring."""
+    from hoist.scheduler.errors import ConfigError
+
+    if output is not None and (output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK)):
+        raise ConfigError(f"--output: got {output}, which cannot be written; name a file in a directory that can")
+
+
+def _command(name: str, *arguments: object, **options: object) -> str:
+    """The command line that measures the same again; options that were not given are left out."""
+    words = ["hoist", "bench", name, *(str(argument) for argument in arguments)]
+    for option, value in options.items():
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            words += [f"--{option}", str(each)]
+    return shlex.join(words)
 
 
 def _bytes(option: str, text: str) -> int:
