@@ -409,7 +409,7 @@ def _refuse_early(config: PreTrainedConfig, cases: Sequence[Case]) -> None:
 
 
 def _num_parameters(model: StagedModel) -> int:
-    return sum(layout.num_elements for layout in lay_out_stages(model))
+    return sum(tensor.num_elements for stage in model.stages for tensor in stage.tensors)
 
 
 def _available_bytes() -> int:
