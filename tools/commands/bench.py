@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -157,17 +157,24 @@ def bench_step(
         host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory],
     )
 
+    rows: list[Mapping[str, Any]] = []
+
     def measure(progress: Progress) -> Outcome:
         from hoist.tiers.io.choose import choose_engine
 
         with choose_engine(io) as engine:
-            return step.run(
+            found = step.run(
                 directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes, progress=progress,
                 weights=source.directory if source and source.checkpoint else None,
                 command=shlex.join(["hoist", "bench", "step", *words]),
             )  # fmt: skip
+        rows.extend(found.rows)
+        return found
 
-    return _run("training", measure, output, as_json, more=lambda found, console: show_lanes(found.rows, console))
+    code = _run("training", measure, output, as_json)
+    if not as_json:
+        show_lanes(rows, Console())
+    return code
 
 
 def _order(name: str) -> Order:
@@ -180,15 +187,7 @@ def _order(name: str) -> Order:
     raise ConfigError(f"--plan: {name!r} is not one of vertical, horizontal")
 
 
-def _run(
-    what: str,
-    measure: Callable[[Progress], Outcome],
-    output: Path | None,
-    as_json: bool,
-    *,
-    more: Callable[[Outcome, Console], None] = lambda found, console: None,
-) -> int:
-    """``more`` shows people what the outcome's table has no room for."""
+def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None, as_json: bool) -> int:
     from hoist.tools.bench.outcome import show, write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
@@ -205,9 +204,7 @@ def _run(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
-        console = Console()
-        show(found, console)
-        more(found, console)
+        show(found, Console())
     return 0
 
 
