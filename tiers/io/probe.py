@@ -92,9 +92,9 @@ def measure_steady(
     but that nothing is checked.
     """
     num_requests = _num_requests(num_bytes, request_bytes, in_flight)
-    path = _make_file(directory, num_requests * request_bytes)
+    path = make_file(directory, num_requests * request_bytes)
     try:
-        ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+        ring = [aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
         for buffer in ring:
             buffer.random_(0, 256, generator=torch.Generator().manual_seed(1))
 
@@ -107,17 +107,17 @@ def measure_steady(
         def read_page(index: int, buffer: torch.Tensor) -> Future[None]:
             return engine.read(path, index * IO_ALIGN_BYTES, buffer[:IO_ALIGN_BYTES])
 
-        num_requests = _stream(num_requests, ring, write, seconds=seconds)
+        num_requests = stream(num_requests, ring, write, seconds=seconds)
         engine.flush(path).result()
         started, started_cpu = time.perf_counter(), time.process_time()
-        num_written = _stream(num_requests, ring, write, seconds=seconds)
+        num_written = stream(num_requests, ring, write, seconds=seconds)
         engine.flush(path).result()
         written = time.perf_counter()
-        num_read = _stream(num_requests, ring, read, seconds=seconds)
+        num_read = stream(num_requests, ring, read, seconds=seconds)
         finished, cpu = time.perf_counter(), time.process_time() - started_cpu
-        num_alone = _stream(-(-num_requests // 4), ring[:1], read, seconds=seconds / 4)
+        num_alone = stream(-(-num_requests // 4), ring[:1], read, seconds=seconds / 4)
         alone = time.perf_counter()
-        num_pages = _stream(min(_PAGES, num_requests * request_bytes // IO_ALIGN_BYTES), ring[:1], read_page,
+        num_pages = stream(min(_PAGES, num_requests * request_bytes // IO_ALIGN_BYTES), ring[:1], read_page,
                             seconds=seconds / 4)  # fmt: skip
         return SteadySpeed(
             read_bytes_per_second=num_read * request_bytes / (finished - written),
@@ -166,8 +166,8 @@ def measure_mixed(
     try:
         rings = []
         for count in counts:
-            paths.append(_make_file(directory, max(1, count) * request_bytes))
-            rings.append([_aligned_buffer(request_bytes) for _ in range(min(in_flight, max(1, count)))])
+            paths.append(make_file(directory, max(1, count) * request_bytes))
+            rings.append([aligned_buffer(request_bytes) for _ in range(min(in_flight, max(1, count)))])
             for buffer in rings[-1]:
                 buffer.random_(0, 256, generator=torch.Generator().manual_seed(1))
 
@@ -178,12 +178,12 @@ def measure_mixed(
             return engine.read(paths[0], index * request_bytes, buffer)
 
         for count, ring, path in zip(counts, rings, paths, strict=True):
-            _stream(count, ring, partial(write, path=path))
+            stream(count, ring, partial(write, path=path))
             engine.flush(path).result()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hoist-probe") as reader:
             started = time.perf_counter()
-            reads = reader.submit(_stream, counts[0], rings[0], read)
-            _stream(counts[1], rings[1], partial(write, path=paths[1]))
+            reads = reader.submit(stream, counts[0], rings[0], read)
+            stream(counts[1], rings[1], partial(write, path=paths[1]))
             reads.result()
             seconds = time.perf_counter() - started
         moved = sum(counts) * request_bytes
@@ -223,7 +223,7 @@ def measure_bandwidth(
     made, TransferError where a transfer fails.
     """
     num_requests = _num_requests(num_bytes, request_bytes, in_flight)
-    path = _make_file(directory, num_requests * request_bytes)
+    path = make_file(directory, num_requests * request_bytes)
     try:
         return _measure(path, engine, num_requests, request_bytes, in_flight)
     finally:
@@ -231,8 +231,11 @@ def measure_bandwidth(
         path.unlink()
 
 
-def _make_file(directory: Path, file_bytes: int) -> Path:
-    """An empty file with its space allocated, as the store's chunk files are."""
+def make_file(directory: Path, file_bytes: int) -> Path:
+    """An empty file in ``directory`` with its space allocated, as the store's chunk files are; the caller removes it.
+
+    Raises StoreRefusedError where that cannot be, and leaves nothing then.
+    """
     _remove_left(directory)
     try:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory.absolute())
@@ -260,7 +263,7 @@ def _remove_left(directory: Path) -> None:
 
 def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int) -> Bandwidth:
     buffered_before = engine.statistics().buffered_bytes
-    ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+    ring = [aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
     pages = torch.arange(request_bytes // IO_ALIGN_BYTES, dtype=torch.int64)
     expected = torch.randint(0, 256, (request_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for buffer in ring:
@@ -283,15 +286,15 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
 
     wrong: list[int] = []
     started, started_cpu = time.perf_counter(), time.process_time()
-    _stream(num_requests, ring, write)
+    stream(num_requests, ring, write)
     engine.flush(path).result()
     written = time.perf_counter()
-    _stream(num_requests, ring, read)
+    stream(num_requests, ring, read)
     finished, cpu = time.perf_counter(), time.process_time() - started_cpu
     # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
     for buffer in ring:
         buffer.fill_(0xAA)
-    _stream(num_requests, ring, read, check)
+    stream(num_requests, ring, read, check)
     total = num_requests * request_bytes
     return Bandwidth(
         read_bytes_per_second=total / (finished - written),
@@ -303,7 +306,7 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
     )
 
 
-def _stream(
+def stream(
     num_requests: int,
     ring: list[torch.Tensor],
     start: Callable[[int, torch.Tensor], Future[None]],
@@ -335,7 +338,8 @@ def _stream(
     return stop
 
 
-def _aligned_buffer(num_bytes: int) -> torch.Tensor:
+def aligned_buffer(num_bytes: int) -> torch.Tensor:
+    """uint8 on the CPU, at an address that direct I/O takes; its content is undefined."""
     whole = torch.empty(num_bytes + IO_ALIGN_BYTES, dtype=torch.uint8)
     skip = -whole.data_ptr() % IO_ALIGN_BYTES
     return whole[skip : skip + num_bytes]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
@@ -33,6 +34,8 @@ from hoist.tools.bench.step_sides import (
 )
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
+from tests.support.models import reference_model as other_model
+from tests.support.models import tiny_config
 from tests.support.training import torch_threads
 
 SHAPE = (16, 1, 2)
@@ -84,6 +87,20 @@ def test_wrong_words_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[st
     refused = hoist(capfd, "bench", "step", "--directory", tmp_path, "--plan", "diagonal")
     assert refused.refusal() == "--plan: 'diagonal' is not one of vertical, horizontal"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoints_weights_are_what_all_sides_begin_with(tmp_path: Path) -> None:
+    """Also where it is stored in another type, and its config asks for dropout."""
+    config = tiny_config("gpt2", dropout=0.5)
+    saved = other_model(config, seed=7).bfloat16()
+    saved.save_pretrained(tmp_path)
+    model = reference_model(config, tmp_path)
+    assert model.training
+    assert model.config.attn_pdrop == 0.0
+    expected = saved.state_dict()
+    assert {name: value.dtype for name, value in model.state_dict().items()} == dict.fromkeys(expected, torch.float32)
+    assert all(torch.equal(value, expected[name].float()) for name, value in model.state_dict().items())
+    assert not torch.equal(model.lm_head.weight, reference_model(config).lm_head.weight)
 
 
 class TestRun:
