@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,37 +55,6 @@ def bench_io(
         lambda progress: io.run(
             directory, num_bytes=_bytes("--size", size), block_bytes=blocks, depths=depth or io.DEPTHS, rounds=rounds,
             command=f"hoist bench io {shlex.quote(str(directory))} --size {size} --rounds {rounds}", progress=progress,
-        ),
-        output, as_json,
-    )  # fmt: skip
-
-
-@app.command("optim", epilog="Example:  [bold]hoist bench optim --threads 1 --threads 2[/]")
-def bench_optim(
-    elements: Annotated[
-        str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
-    ] = "32MiB",
-    threads: Annotated[
-        list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
-    ] = None,
-    block: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Elements worked on at a time; repeat. Default: 2^16, 18, 20.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 5,
-    output: _Output = None,
-    as_json: _Json = False,
-) -> int:
-    """The CPU AdamW of split weights in parameters and bytes a second, beside plain fused AdamW and a copy."""
-    import torch
-
-    from hoist.tools.bench import optim
-
-    counts = threads or sorted({1, torch.get_num_threads()})
-    return _run(
-        "updating",
-        lambda progress: optim.run(
-            num_elements=_bytes("--elements", elements), threads=counts, block_elements=block or optim.BLOCK_ELEMENTS,
-            rounds=rounds, command=f"hoist bench optim --elements {elements} --rounds {rounds}", progress=progress,
         ),
         output, as_json,
     )  # fmt: skip
@@ -139,7 +108,7 @@ def bench_step(
 
     plan, micro_batches, seq_len = plan or ["vertical", "horizontal"], micro_batches or [4, 16], seq_len or [64]
     micro_batch_size, delay, host_memory = micro_batch_size or [1], delay or [0.0], host_memory or ["256MiB"]
-    repeated: dict[str, Sequence[object]] = {
+    repeated: dict[str, list[Any]] = {
         "--directory": [directory],
         **({"--model": [model]} if model else {"--hidden": [hidden], "--layers": [layers], "--vocab": [vocab]}),
         "--plan": plan, "--micro-batches": micro_batches, "--seq-len": seq_len, "--micro-batch-size": micro_batch_size,
@@ -157,7 +126,7 @@ def bench_step(
         host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory],
     )
 
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Any] = []
 
     def measure(progress: Progress) -> Outcome:
         from hoist.tiers.io.choose import choose_engine
@@ -185,6 +154,37 @@ def _order(name: str) -> Order:
     if name == "horizontal":
         return "horizontal"
     raise ConfigError(f"--plan: {name!r} is not one of vertical, horizontal")
+
+
+@app.command("optim", epilog="Example:  [bold]hoist bench optim --threads 1 --threads 2[/]")
+def bench_optim(
+    elements: Annotated[
+        str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
+    ] = "32MiB",
+    threads: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
+    ] = None,
+    block: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Elements worked on at a time; repeat. Default: 2^16, 18, 20.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 5,
+    output: _Output = None,
+    as_json: _Json = False,
+) -> int:
+    """The CPU AdamW of split weights in parameters and bytes a second, beside plain fused AdamW and a copy."""
+    import torch
+
+    from hoist.tools.bench import optim
+
+    counts = threads or sorted({1, torch.get_num_threads()})
+    return _run(
+        "updating",
+        lambda progress: optim.run(
+            num_elements=_bytes("--elements", elements), threads=counts, block_elements=block or optim.BLOCK_ELEMENTS,
+            rounds=rounds, command=f"hoist bench optim --elements {elements} --rounds {rounds}", progress=progress,
+        ),
+        output, as_json,
+    )  # fmt: skip
 
 
 def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None, as_json: bool) -> int:
