@@ -29,7 +29,7 @@ from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.io.probe import MixedSpeed, measure_mixed
+from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tools.bench.lanes import LANES
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome
@@ -154,7 +154,7 @@ def run(
       compute; the compute lane's own work, without them, is ``resident_compute_seconds``. It is hoist's own code, so
       what that wastes beside PyTorch shows in ``plain_ratio`` and ``checkpointing_ratio``, not here.
     - ``io_seconds``: the bytes that the case reads and writes in a step, read and written at once by the same engine
-      and nothing beside it (:func:`hoist.tiers.io.probe.measure_mixed`).
+      and nothing beside it (:func:`hoist.tiers.io.mixed.measure_mixed`).
 
     Ratios are those of the medians of turns of the same round; the median over the rounds is given. What went through
     the page cache is labelled, and has no ratios.

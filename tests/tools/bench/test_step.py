@@ -17,7 +17,7 @@ from hoist.scheduler.config import Order
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.io import DirectEngine
-from hoist.tiers.io.probe import MixedSpeed
+from hoist.tiers.io.mixed import MixedSpeed
 from hoist.tools.bench import step
 from hoist.tools.bench.lanes import show_lanes
 from hoist.tools.bench.outcome import show
