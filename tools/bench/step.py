@@ -165,7 +165,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
-    _refuse_early(config, cases)
+    _refuse_early(directory, config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -402,8 +402,14 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _refuse_early(config: PreTrainedConfig, cases: Sequence[Case]) -> None:
+def _refuse_early(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> None:
     """Raise ConfigError or BudgetError for what cannot work, before minutes are spent on the rest."""
+    if not directory.is_dir():
+        raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for case in cases:
+        if longest is not None and case.seq_len > longest:
+            raise ConfigError(f"--seq-len: {case.seq_len} is longer than the {longest} positions that the model has")
     staged = split(build_model(config, dropout=0.0))
     needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
     free = _available_bytes()

@@ -101,6 +101,7 @@ def bench_step(
 
     All sides begin with the same weights and see the same ids; if their losses differ, nothing is reported.
     """
+    from hoist.scheduler.errors import ConfigError
     from hoist.tools.bench import step
     from hoist.tools.bench.lanes import show_lanes
     from hoist.tools.bench.shapes import model_config
@@ -115,6 +116,8 @@ def bench_step(
         "--delay": delay, "--host-memory": host_memory, "--io": [io], "--rounds": [rounds], "--steps": [steps],
     }  # fmt: skip
     words = [str(word) for option, values in repeated.items() for value in values for word in (option, value)]
+    if hidden % 64:
+        raise ConfigError(f"--hidden: {hidden} is not a multiple of 64, the width of a head")
     source = None if model is None else load_model_source(model)
     config = source.config if source else model_config(hidden=hidden, layers=layers, vocab=vocab)
     cases = step.cases_of(

@@ -83,9 +83,20 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "--plan vertical --plan horizontal --micro-batches 2" in found["command"]
 
 
-def test_wrong_words_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    refused = hoist(capfd, "bench", "step", "--directory", tmp_path, "--plan", "diagonal")
-    assert refused.refusal() == "--plan: 'diagonal' is not one of vertical, horizontal"
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--plan", "diagonal"], "--plan: 'diagonal' is not one of vertical, horizontal"),
+        (["--hidden", "65"], "--hidden: 65 is not a multiple of 64, the width of a head"),
+        (["--seq-len", "4097"], "--seq-len: 4097 is longer than the 4096 positions that the model has"),
+        (["--host-memory", "lots"], "--host-memory: 'lots' is not a size; write for instance 4GiB, 512MiB or 1.5GB"),
+        (["--directory", "nowhere"], "--directory nowhere: no such directory; name one on the drive"),
+    ],
+)
+def test_wrong_words_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], refusal: str
+) -> None:
+    assert hoist(capfd, "bench", "step", "--directory", tmp_path, *words).refusal() == refusal
     assert list(tmp_path.iterdir()) == []
 
 
