@@ -25,7 +25,7 @@ from hoist.scheduler.config import Order, TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import slice_tokens
 from hoist.scheduler.models import build_model
-from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
@@ -165,7 +165,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
-    _refuse_early(directory, config, cases)
+    setups = _prepare(directory, config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -181,7 +181,7 @@ def run(
         with tempfile.TemporaryDirectory(dir=directory, prefix="hoist-bench-step-") as folder, ExitStack() as stack:
             found, is_exact, difference = _measure(
                 Path(folder), config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
-                lanes=lanes, feed=partial(_ticking, config, shape, tick),
+                lanes=lanes, setups=setups, feed=partial(_ticking, config, shape, tick),
             )  # fmt: skip
         rows += found
         exact, differs = exact and is_exact, max(differs, difference)
@@ -283,6 +283,7 @@ def _measure(
     rounds: int,
     steps: int,
     lanes: bool,
+    setups: Mapping[TrainerConfig, Setup],
     feed: Callable[[], Iterator[Step]],
 ) -> tuple[list[dict[str, Any]], bool, float]:
     """The rows of the cases of one shape, whether losses had to be the same bits, and by how much they differ."""
@@ -293,7 +294,7 @@ def _measure(
     options = {_RESIDENT: base} | {case.name: case.options(base) for case in cases}
     hoist = {
         name: stack.enter_context(
-            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine)
+            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine, setup=setups[mine])
         )
         for number, (name, mine) in enumerate(options.items())
     }
@@ -402,8 +403,8 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _refuse_early(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> None:
-    """Raise ConfigError or BudgetError for what cannot work, before minutes are spent on the rest."""
+def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
+    """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
     if not directory.is_dir():
         raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -419,8 +420,8 @@ def _refuse_early(directory: Path, config: PreTrainedConfig, cases: Sequence[Cas
             "free: give fewer --layers, a smaller --hidden or a smaller --model"
         )
     layouts = lay_out_stages(staged)
-    for case in cases:
-        prepare(staged, layouts, case.options(_base(case)))
+    wanted = [options for case in cases for options in (_base(case), case.options(_base(case)))]
+    return {options: prepare(staged, layouts, options) for options in dict.fromkeys(wanted)}
 
 
 def _num_parameters(model: StagedModel) -> int:
