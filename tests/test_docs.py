@@ -3,8 +3,8 @@
 A fenced block marked `sh` or `python` is run, those of one page in order, in a copy of the checkout; python blocks that
 follow each other in one process, each with names of its own. A comment before
 a block can ask for less: `<!-- tests: append --steps 2 -->` shortens its `hoist train` lines, `<!-- tests: append to
-bench.step: --rounds 1 -->` those that run that tool's module, and `<!-- tests: parse: REASON -->` only checks that the
-commands and their options exist. Other blocks are output, diagrams and formulas.
+bench.commit: --rounds 1 -->` those that run that tool's module, and `<!-- tests: parse: REASON -->` only checks that
+the commands and their options exist. Other blocks are output, diagrams and formulas.
 """
 
 from __future__ import annotations
