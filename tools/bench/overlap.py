@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from torch import Tensor
 from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
+from hoist.scheduler.creation import create_store
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
-from hoist.scheduler.stages import StagedModel, split
+from hoist.scheduler.stages import Stage, StagedModel, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
@@ -39,11 +39,11 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round
 from hoist.tiers.store import Store
 from hoist.tools.bench.shapes import make_parser
 from hoist.tools.bench.sides.job import Sleep
-from hoist.tools.bench.sides.sleeping import let_layers_sleep, sleeping_config
+from hoist.tools.bench.sides.sleeping import HIDDEN, VOCAB, initial_weight, let_layers_sleep, sleeping_config
 from hoist.tools.bench.step import draw_timeline
 from hoist.tools.sizes import parse_bytes, show_bytes
 
-HIDDEN, VOCAB, SEQ_LEN = 64, 512, 8
+SEQ_LEN = 8
 #: Chunks of a layer: a delay is rounded to whole ones.
 CHUNKS_PER_LAYER = 8
 #: Times the smallest budget that works, where none is given.
@@ -129,9 +129,15 @@ class Row:
 
 def sleeping_model(job: Job) -> StagedModel:
     """A small Llama whose layers are replaced."""
-    model = build_model(sleeping_config(job.sleep, hidden=HIDDEN, vocab=VOCAB))
+    model = build_model(sleeping_config(job.sleep))
     let_layers_sleep(model, job.sleep)
     return split(model)
+
+
+def fill(stage: Stage, values: Mapping[str, Tensor], _staging: Tensor) -> None:
+    """The weights that every side begins with."""
+    for name, value in values.items():
+        value.copy_(initial_weight(name, value.shape, seed=0))
 
 
 def step_of(job: Job, number: int) -> list[dict[str, Tensor]]:
@@ -171,7 +177,7 @@ def prepared(
         # The largest scratch, and a third slot if a run needs it.
         guessing = next((run for run in runs if run.clip_mode == "speculative"), Run(delay=1.0))
         setup = prepare(staged, layouts, guessing.configured(replace(config, delay=1.0)))
-        create_store(store, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}).close()
+        create_store(store, model=staged, setup=setup, engine=engine, source=fill, attributes={}).close()
         yield staged, engine, bandwidth, config, store
 
 
