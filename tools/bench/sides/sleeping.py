@@ -83,8 +83,9 @@ class Watch:
         return spent
 
 
-def let_layers_sleep(model: PreTrainedModel, sleep: Sleep, *, device: str = "meta") -> Watch:
-    """Replace every decoder layer by a :class:`SleepingLayer` with uninitialised weights on ``device``.
+def let_layers_sleep(model: PreTrainedModel, sleep: Sleep, *, device: str | None = "meta") -> Watch:
+    """Replace every decoder layer by a :class:`SleepingLayer` with uninitialised weights on ``device``; None: where
+    torch makes tensors now.
 
     Returns what keeps their time.
     """
@@ -179,7 +180,7 @@ class SleepingLayer(GradientCheckpointingLayer):
     would do beside the processor.
     """
 
-    def __init__(self, sleep: Sleep, hidden: int, watch: Watch, *, device: str = "meta") -> None:
+    def __init__(self, sleep: Sleep, hidden: int, watch: Watch, *, device: str | None = "meta") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sleep.layer_elements // hidden, hidden, device=device))
         self._watch = watch
