@@ -37,10 +37,10 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
+from hoist.tools.bench.lanes import draw_timeline
 from hoist.tools.bench.shapes import make_parser
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sides.sleeping import HIDDEN, VOCAB, initial_weight, let_layers_sleep, sleeping_config
-from hoist.tools.bench.step import draw_timeline
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 SEQ_LEN = 8

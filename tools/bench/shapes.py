@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 
 def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
@@ -26,14 +27,15 @@ def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
     )
 
 
-def batches(config: LlamaConfig, shape: tuple[int, int, int]) -> Iterator[list[dict[str, torch.Tensor]]]:
+def batches(config: PreTrainedConfig, shape: tuple[int, int, int]) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Random steps without end, the same each time: micro-batches of int64 ids [B, S], which are the labels, too."""
     seq_len, rows, count = shape
+    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
     generator = torch.Generator().manual_seed(0)
     while True:
         step = []
         for _ in range(count):
-            ids = torch.randint(0, config.vocab_size, (rows, seq_len), generator=generator)
+            ids = torch.randint(0, vocab_size, (rows, seq_len), generator=generator)
             step.append({"input_ids": ids, "labels": ids})
         yield step
 

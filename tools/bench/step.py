@@ -1,250 +1,427 @@
-"""How close a training step comes to its limits: python -m hoist.tools.bench.step --directory /nvme
+"""`hoist bench step`: a training step in hoist's engine, beside what limits it and beside plain PyTorch in memory.
 
-For each shape: hoist's step beside the same computation in memory (plain PyTorch, activation checkpointing, fused
-AdamW) and beside the bytes that the step moves at the bandwidth measured in the same run. The two sides take turns.
-The steps' timelines say for how much of a step neither the compute nor the io lane was busy.
+How the sides take their steps is in `step_sides.py`; the drive's own speed is `hoist bench io`'s business. This module
+says what is compared, what is refused, and what a row holds.
 """
 
 from __future__ import annotations
 
-import json
+import copy
+import os
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
-from hoist.optim import AdamWHyperparameters, Schedule
-from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
-from hoist.scheduler.executor import Span
+from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.head_loss import slice_tokens
 from hoist.scheduler.models import build_model
-from hoist.scheduler.ops import Lane
 from hoist.scheduler.setup import lay_out_stages, prepare
-from hoist.scheduler.stages import split
-from hoist.scheduler.trainer import Trainer
+from hoist.scheduler.stages import StagedModel, split
 from hoist.tiers.footprint import warm_up
-from hoist.tiers.io.choose import choose_engine
-from hoist.tiers.io.probe import measure_bandwidth
-from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
-from hoist.tools.sizes import parse_bytes, show_bytes
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.probe import MixedSpeed, measure_mixed
+from hoist.tools.bench.lanes import LANES
+from hoist.tools.bench.machine import look
+from hoist.tools.bench.outcome import Column, Outcome
+from hoist.tools.bench.rounds import Spread, interleaved, ratios
+from hoist.tools.bench.shapes import batches
+from hoist.tools.bench.step_sides import (
+    HoistSide,
+    MemorySide,
+    Side,
+    Step,
+    Turn,
+    reference_model,
+    trainer_config,
+    weights_of,
+)
+from hoist.tools.errors import BenchError
+from hoist.tools.sizes import show_bytes
 
-#: seq_len, micro_batch_size, num_micro_batches that are measured by default.
-SHAPES = ((64, 1, 4), (64, 1, 16), (256, 2, 8))
-#: Counted steps of each side before the other's turn.
-STEPS_A_ROUND = 3
+#: Largest relative difference of a step's loss between hoist and PyTorch where their sums are made in different parts:
+#: with several threads, or with a loss in slices. See :func:`check_losses`.
+LOSS_BOUND = 1e-5
+#: Bytes a parameter takes at most while the sides of a shape run: two models with gradients and moments (16 each), and
+#: hoist's resident side with states, gradients and float32 weights (20); their buffers are small beside it.
+MEMORY_BYTES_PER_PARAMETER = 52
+
+COLUMNS = (
+    Column(key="how", title="plan"),
+    Column(key="work", title="MxSxB"),
+    Column(key="budget", title="budget"),
+    Column(key="step_seconds", title="step"),
+    Column(key="resident_seconds", title="resid."),
+    Column(key="io_seconds", title="I/O"),
+    Column(key="roofline_ratio", title="ratio"),
+    Column(key="plain_ratio", title="plain"),
+    Column(key="checkpointing_ratio", title="ckpt."),
+)
+_RESIDENT, _PLAIN, _CHECKPOINTING = "resident", "plain PyTorch", "PyTorch with checkpointing"
+DIRECT, CACHED = "direct", "page cache: not compared"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One shape's result. Times are medians in seconds."""
+class Case:
+    """One row: how hoist runs, and on what."""
 
+    plan: Order
+    num_micro_batches: int
     seq_len: int
     micro_batch_size: int
-    num_micro_batches: int
-    hoist_seconds: float
-    memory_seconds: float
-    """The same computation in memory, AdamW included."""
-    memory_compute_seconds: float
-    """Of that, forward and backward alone."""
-    io_seconds: float
-    """Bytes read and written at the measured bandwidths, one after the other."""
-    read_bytes: int
-    written_bytes: int
-    idle_share: float
-    """Share of a step of hoist's in which neither the compute nor the io lane was busy; median over the steps."""
-    timeline: tuple[str, ...]
-    """The lanes during hoist's last counted step, drawn by :func:`draw_timeline`."""
-    ratios: tuple[float, ...]
-    """hoist's step over the larger of the same computation in memory and I/O, of each pair."""
+    delay: float
+    host_memory_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """seq_len, micro_batch_size, num_micro_batches: cases of one shape share what they are compared with."""
+        return self.seq_len, self.micro_batch_size, self.num_micro_batches
+
+    @property
+    def how(self) -> str:
+        """Plan and delay, in few letters: the table has a terminal's 80 columns."""
+        plan = "horiz." if self.plan == "horizontal" else self.plan
+        return f"{plan} {self.delay:g}" if self.delay else plan
+
+    @property
+    def budget(self) -> str:
+        """In few letters."""
+        return show_bytes(self.host_memory_bytes).replace(".0 ", "").replace(" ", "")
+
+    @property
+    def name(self) -> str:
+        """Among the cases of its shape."""
+        return f"{self.plan}, delay {self.delay}, {self.host_memory_bytes} bytes"
+
+    def options(self, base: TrainerConfig) -> TrainerConfig:
+        """``base``, run as this case says."""
+        return replace(base, plan=self.plan, delay=self.delay, host_memory_bytes=self.host_memory_bytes)
 
 
-def idle_share(spans: Sequence[Span], start: float, stop: float) -> float:
-    """Share of ``start`` to ``stop`` in which neither a compute nor an io op was running."""
-    parts = sorted((span.start, span.stop) for span in spans if span.op.lane in (Lane.COMPUTE, Lane.IO))
-    covered, reached = 0.0, start
-    for first, last in parts:
-        first, last = max(first, reached), min(last, stop)
-        if last > first:
-            covered += last - first
-            reached = last
-    return 1.0 - covered / (stop - start)
-
-
-def draw_timeline(spans: Sequence[Span], start: float, stop: float, *, columns: int = 72) -> list[str]:
-    """One line a lane: a block where it was busy for most of the column's time, a dot for some of it."""
-    width = (stop - start) / columns
-    lines = []
-    for lane in (Lane.COMPUTE, Lane.IO, Lane.OPTIM, Lane.COPY):
-        busy = [0.0] * columns
-        reached = start
-        for first, last in sorted((span.start, span.stop) for span in spans if span.op.lane is lane):
-            first, last = max(first, reached), min(last, stop)
-            reached = max(reached, last)
-            while first < last:
-                column = min(columns - 1, int((first - start) / width))
-                end = min(last, start + (column + 1) * width)
-                if end <= first:  # rounding at a column's edge
-                    break
-                busy[column] += end - first
-                first = end
-        marks = "".join("#" if share > 0.5 * width else "." if share > 0.05 * width else " " for share in busy)
-        lines.append(f"{lane.value:>8} |{marks}|")
-    return lines
-
-
-def measure(
-    directory: Path,
-    config: LlamaConfig,
-    shape: tuple[int, int, int],
+def cases_of(
     *,
-    host_memory_bytes: int,
-    rounds: int,
-    residency: float,
-    delay: float = 0.0,
-) -> Row:
-    """Run ``rounds`` rounds: a few steps of hoist's, as many in memory."""
-    seq_len, rows, count = shape
+    plans: Sequence[Order],
+    num_micro_batches: Sequence[int],
+    seq_lens: Sequence[int],
+    micro_batch_sizes: Sequence[int],
+    delays: Sequence[float],
+    host_memory_bytes: Sequence[int],
+) -> list[Case]:
+    """Every combination once; those of one shape follow each other."""
+    found = [
+        Case(plan=plan, num_micro_batches=count, seq_len=seq_len, micro_batch_size=rows, delay=delay,
+             host_memory_bytes=budget)
+        for seq_len, rows, count, budget, delay, plan in product(
+            seq_lens, micro_batch_sizes, num_micro_batches, host_memory_bytes, delays, plans
+        )
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def run(
+    directory: Path,
+    config: PreTrainedConfig,
+    cases: Sequence[Case],
+    *,
+    engine: IoEngine,
+    weights: Path | None = None,
+    rounds: int = 3,
+    steps: int = 2,
+    lanes: bool = False,
+    command: str = "hoist bench step",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Measure every case in ``rounds`` interleaved rounds, in turns of one uncounted and ``steps`` counted steps.
+
+    The sides of a shape, which all begin with the same weights (a checkpoint's in ``weights``, else initialised ones)
+    and see the same ids: every case of it; hoist with all states resident; PyTorch with and without activation
+    checkpointing. ``lanes`` adds the lanes of each case's last step, drawn, to its row.
+
+    **The limit** of a case is the larger of two times, each measured in the same rounds:
+
+    - ``resident_seconds``, computation on resident weights: the layer-major step with a budget in which nothing moves
+      from or to the drive (a single byte is refused). The updates are in it, since on a CPU they take the cores that
+      compute; the compute lane's own work, without them, is ``resident_compute_seconds``. It is hoist's own code, so
+      what that wastes beside PyTorch shows in ``plain_ratio`` and ``checkpointing_ratio``, not here.
+    - ``io_seconds``: the bytes that the case reads and writes in a step, read and written at once by the same engine
+      and nothing beside it (:func:`hoist.tiers.io.probe.measure_mixed`).
+
+    Ratios are those of the medians of turns of the same round; the median over the rounds is given. What went through
+    the page cache is labelled, and has no ratios.
+
+    Raises ConfigError or BudgetError before anything is made, if the memory or a budget is too small; BenchError if a
+    loss differs (:func:`check_losses`) or something moves in the resident side. Everything made is removed.
+    """
+    shapes: dict[tuple[int, int, int], list[Case]] = {}
+    for case in cases:
+        shapes.setdefault(case.shape, []).append(case)
+    _refuse_early(config, cases)
     warm_up()
-    with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-step-") as folder:
-        bandwidth = measure_bandwidth(Path(folder), engine)
-        staged = split(build_model(config))
-        options = TrainerConfig(
-            host_memory_bytes=host_memory_bytes,
-            micro_batch_size=rows,
-            seq_len=seq_len,
-            num_micro_batches=count,
-            optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-            schedule=Schedule(kind="constant", lr=1e-4, num_steps=rounds * (STEPS_A_ROUND + 1)),
-            residency=residency,
-            resident_weights=residency > 0.0,
-            delay=delay,
-        )
-        setup = prepare(staged, lay_out_stages(staged), options)
-        store = create_store(
-            Path(folder) / "store", model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
-        )
-        hoist_times: list[float] = []
-        memory_times: list[tuple[float, float]] = []
-        timelines: list[float] = []
-        metrics = []
-        drawn: list[str] = []
-        reference = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-        reference.activation_checkpointing_enable({"use_reentrant": False})
-        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-        feed = batches(config, shape)
-        in_memory(reference, optimizer, next(feed))
-        with (
-            store,
-            Trainer(model=staged, store=store, engine=engine, config=options, setup=setup) as trainer,
-        ):
-            for _ in range(rounds):
-                for number in range(STEPS_A_ROUND + 1):
-                    began = time.perf_counter()
-                    step = trainer.step(next(feed))
-                    stopped = time.perf_counter()
-                    if number:  # the first has no step before it to overlap with
-                        hoist_times.append(stopped - began)
-                        metrics.append(step)
-                        timelines.append(idle_share(trainer.last_spans, began, stopped))
-                        drawn = draw_timeline(trainer.last_spans, began, stopped)
-                trainer.wait()
-                memory_times += [in_memory(reference, optimizer, next(feed)) for _ in range(STEPS_A_ROUND)]
-    read_bytes = int(statistics.median(step.nvme_read_bytes for step in metrics))
-    written_bytes = int(statistics.median(step.nvme_written_bytes for step in metrics))
-    io_seconds = read_bytes / bandwidth.read_bytes_per_second + written_bytes / bandwidth.write_bytes_per_second
-    return Row(
-        seq_len=seq_len,
-        micro_batch_size=rows,
-        num_micro_batches=count,
-        hoist_seconds=statistics.median(hoist_times),
-        memory_seconds=statistics.median(whole for whole, _ in memory_times),
-        memory_compute_seconds=statistics.median(compute for _, compute in memory_times),
-        io_seconds=io_seconds,
-        read_bytes=read_bytes,
-        written_bytes=written_bytes,
-        idle_share=statistics.median(timelines),
-        timeline=tuple(drawn),
-        ratios=tuple(
-            ours / max(theirs, io_seconds) for ours, (theirs, _) in zip(hoist_times, memory_times, strict=True)
+    steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
+    done, total = 0, sum(steps_of_shape)
+
+    def tick() -> None:
+        nonlocal done
+        progress(done, total)
+        done += 1
+
+    rows: list[dict[str, Any]] = []
+    exact = True
+    for shape, mine in shapes.items():
+        with tempfile.TemporaryDirectory(dir=directory, prefix="hoist-bench-step-") as folder, ExitStack() as stack:
+            found, is_exact = _measure(
+                Path(folder), config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
+                lanes=lanes, feed=partial(_ticking, config, shape, tick),
+            )  # fmt: skip
+        rows += found
+        exact = exact and is_exact
+    progress(total, total)
+    return Outcome(
+        name="step",
+        about=(
+            f"a training step of hoist (median of {rounds} interleaved rounds of {steps} steps), beside the larger of "
+            "the step with all states resident and its I/O alone (ratio), and beside PyTorch in memory without (plain) "
+            "and with activation checkpointing (ckpt.)"
+        ),
+        command=command,
+        machine=look(directory),
+        settings={
+            "model": config.model_type,
+            "num_parameters": _num_parameters(split(build_model(config, dropout=0.0))),
+            "rounds": rounds,
+            "steps": steps,
+            "loss_bound": 0.0 if exact else LOSS_BOUND,
+        },
+        columns=COLUMNS,
+        rows=tuple(rows),
+        notes=(
+            "the losses of all hoist's sides are equal bit for bit, and PyTorch's "
+            + ("too" if exact else f"within {LOSS_BOUND:g} of them (one thread and a loss in one slice: bit for bit)"),
+            "plan: with the delay, if any; MxSxB: micro-batches x seq_len x rows; no commit in a step; dropout is off",
         ),
     )
 
 
-def in_memory(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: Sequence[dict[str, torch.Tensor]]
-) -> tuple[float, float]:
-    """One step in memory: (seconds in all, seconds of forward and backward)."""
-    began = time.perf_counter()
-    num_items = sum(batch["labels"][:, 1:].numel() for batch in step)
-    for batch in step:
-        model(**batch, num_items_in_batch=num_items, use_cache=False).loss.backward()
-    computed = time.perf_counter()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - began, computed - began
+def check_losses(losses: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]], *,
+                 bound: float) -> None:  # fmt: skip
+    """Refuse sides that did not train the same: raise BenchError naming the first step, both sides and both losses.
+
+    ``losses`` are those of hoist's sides, which must be equal bit for bit, whatever the plan, the delay and the budget.
+    Those of each ``reference`` must be within ``bound``, a share of the loss; 0: equal bit for bit. NaN equals nothing.
+    """
+    (first, expected), *others = losses.items()
+    pairs = [(name, theirs, 0.0) for name, theirs in others]
+    pairs += [(name, theirs, bound) for name, theirs in reference.items()]
+    for name, theirs, allowed in pairs:
+        if len(theirs) != len(expected):
+            raise BenchError(f"{name} took {len(theirs)} steps and {first} {len(expected)}: not the same work")
+        for number, (loss, other) in enumerate(zip(expected, theirs, strict=True), start=1):
+            if not abs(loss - other) <= allowed * abs(loss):
+                bits = f"differ by more than {allowed:g} of it" if allowed else "must be the same bits"
+                raise BenchError(
+                    f"the sides do not train the same, so nothing is compared: the loss of step {number} is {loss!r} "
+                    f"({first}) and {other!r} ({name}), which {bits}"
+                )
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(title="a training step against its limits (medians)")
-    columns = ("seq x B x M", "hoist", "in memory", "of it compute", "I/O alone", "ratio", "idle", "read", "written")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.seq_len} x {row.micro_batch_size} x {row.num_micro_batches}",
-            f"{row.hoist_seconds:.2f} s",
-            f"{row.memory_seconds:.2f} s",
-            f"{row.memory_compute_seconds:.2f} s",
-            f"{row.io_seconds:.2f} s",
-            f"{statistics.median(row.ratios):.3f}",
-            f"{row.idle_share:.1%}",
-            show_bytes(row.read_bytes),
-            show_bytes(row.written_bytes),
+def take_turns(
+    hoist: Mapping[str, Side],
+    reference: Mapping[str, Side],
+    *,
+    rounds: int,
+    steps: int,
+    bound: float,
+    probe: Callable[[str, Turn], MixedSpeed],
+) -> tuple[dict[str, list[Turn]], dict[str, list[MixedSpeed]]]:
+    """Let all sides take turns, and measure the I/O of each of hoist's after its turn: turns and I/O by side's name.
+
+    Raises BenchError if their losses differ (:func:`check_losses`).
+    """
+    moved: dict[str, list[MixedSpeed]] = {name: [] for name in hoist}
+
+    def turn(name: str, side: Side) -> Turn:
+        taken = side.turn(steps)
+        if name in hoist:
+            moved[name].append(probe(name, taken))
+        return taken
+
+    sides = {name: partial(turn, name, side) for name, side in {**hoist, **reference}.items()}
+    turns = interleaved(sides, rounds)
+    losses = {name: [loss for taken in mine for loss in taken.losses] for name, mine in turns.items()}
+    check_losses(
+        {name: losses[name] for name in hoist}, {name: losses[name] for name in reference}, bound=bound
+    )
+    return turns, moved
+
+
+def _measure(
+    folder: Path,
+    config: PreTrainedConfig,
+    cases: Sequence[Case],
+    stack: ExitStack,
+    *,
+    engine: IoEngine,
+    weights: Path | None,
+    rounds: int,
+    steps: int,
+    lanes: bool,
+    feed: Callable[[], Iterator[Step]],
+) -> tuple[list[dict[str, Any]], bool]:
+    """The rows of the cases of one shape, and whether losses had to be the same bits."""
+    base = _base(cases[0])
+    buffered_before = engine.statistics().buffered_bytes
+    model = reference_model(config, weights)
+    source = weights_of(model)
+    options = {_RESIDENT: base} | {case.name: case.options(base) for case in cases}
+    hoist = {
+        name: stack.enter_context(
+            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine)
         )
-    console = Console()
-    console.print(table)
-    for row in rows:
-        console.print(f"\nlanes of one step, seq {row.seq_len} x {row.micro_batch_size} x {row.num_micro_batches}:")
-        for line in row.timeline:
-            console.print(line, markup=False, highlight=False)
+        for number, (name, mine) in enumerate(options.items())
+    }
+    reference = {
+        _PLAIN: MemorySide(copy.deepcopy(model), feed(), checkpointing=False),
+        _CHECKPOINTING: MemorySide(model, feed(), checkpointing=True),
+    }
+
+    def probe(name: str, turn: Turn) -> MixedSpeed:
+        read, written = _bytes_of([turn])
+        if name == _RESIDENT and read + written:
+            raise BenchError(
+                f"with all states resident a step moved {show_bytes(read + written)}; this machine's memory is too "
+                "small for this model: give fewer --layers or a smaller --hidden"
+            )
+        return measure_mixed(folder, engine, read_bytes=read, written_bytes=written)
+
+    exact = _is_exact(config, cases[0])
+    turns, moved = take_turns(
+        hoist, reference, rounds=rounds, steps=steps, bound=0.0 if exact else LOSS_BOUND, probe=probe
+    )
+    direct = engine.statistics().buffered_bytes == buffered_before
+    return [_row(case, turns, moved[case.name], direct=direct, lanes=lanes) for case in cases], exact
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = make_parser("step", __doc__)
-    add_model_options(parser, host_memory="256MiB", hidden=1024, layers=8)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of three steps of each side")
-    parser.add_argument("--shape", action="append", help="seq,B,M; repeat for more; default: 64,1,4 64,1,16 256,2,8")
-    parser.add_argument("--residency", type=float, default=1.0, help="largest share of the states kept in memory")
-    parser.add_argument("--delay", type=float, default=0.0, help="share of updates that wait for the next forward")
-    arguments = parser.parse_args()
-    config = model_config(hidden=arguments.hidden, layers=arguments.layers, vocab=arguments.vocab)
-    shapes = [parse_shape(text) for text in arguments.shape] if arguments.shape else list(SHAPES)
-    rows = [
-        measure(
-            arguments.directory.absolute(),
-            config,
-            shape,
-            host_memory_bytes=parse_bytes(arguments.host_memory),
-            rounds=arguments.rounds,
-            residency=arguments.residency,
-            delay=arguments.delay,
+def _row(
+    case: Case, turns: Mapping[str, Sequence[Turn]], moved: Sequence[MixedSpeed], *, direct: bool, lanes: bool
+) -> dict[str, Any]:
+    mine, resident = turns[case.name], turns[_RESIDENT]
+    seconds = Spread.of([one for turn in mine for one in turn.seconds])
+    limits = [max(theirs, speed.seconds) for theirs, speed in zip(_medians(resident), moved, strict=True)]
+    ratio = ratios(_medians(mine), limits)
+    metrics = [one for turn in mine for one in turn.metrics]
+    read, written = _bytes_of(mine)
+    per_lane: dict[str, float] = {}
+    for lane in LANES:
+        name = lane.value
+        per_lane[f"{name}_busy_seconds"] = statistics.median(one.busy_seconds[name] for one in metrics)
+        per_lane[f"{name}_stall_seconds"] = statistics.median(one.stall_seconds[name] for one in metrics)
+    return {
+        **asdict(case),
+        "how": case.how,
+        "budget": case.budget,
+        "work": f"{case.num_micro_batches}x{case.seq_len}x{case.micro_batch_size}",
+        "step_seconds": seconds.median,
+        "step_low_seconds": seconds.low,
+        "step_high_seconds": seconds.high,
+        "counted_steps": seconds.count,
+        "resident_seconds": statistics.median(_all(resident)),
+        "resident_compute_seconds": statistics.median(
+            one.busy_seconds["compute"] for turn in resident for one in turn.metrics
+        ),
+        "io_seconds": statistics.median(speed.seconds for speed in moved),
+        "io_measured_bytes": moved[-1].measured_bytes,
+        "roofline_ratio": ratio.median if direct else None,
+        "roofline_low_ratio": ratio.low if direct else None,
+        "roofline_high_ratio": ratio.high if direct else None,
+        **_beside(mine, turns[_PLAIN], "plain", compared=direct),
+        **_beside(mine, turns[_CHECKPOINTING], "checkpointing", compared=direct),
+        "read_bytes": read,
+        "written_bytes": written,
+        "host_peak_bytes": max(one.host_peak_bytes for one in metrics),
+        "idle_share": statistics.median(share for turn in mine for share in turn.idle_shares),
+        **per_lane,
+        "mode": DIRECT if direct else CACHED,
+        **({"lanes": list(mine[-1].lanes)} if lanes else {}),
+    }
+
+
+def _beside(mine: Sequence[Turn], theirs: Sequence[Turn], name: str, *, compared: bool) -> dict[str, float | None]:
+    return {
+        f"{name}_seconds": statistics.median(_all(theirs)),
+        f"{name}_ratio": ratios(_medians(mine), _medians(theirs)).median if compared else None,
+    }
+
+
+def _all(turns: Sequence[Turn]) -> list[float]:
+    return [seconds for turn in turns for seconds in turn.seconds]
+
+
+def _medians(turns: Sequence[Turn]) -> list[float]:
+    return [statistics.median(turn.seconds) for turn in turns]
+
+
+def _bytes_of(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Bytes that a step reads and writes: medians."""
+    metrics = [one for turn in turns for one in turn.metrics]
+    return (
+        int(statistics.median(one.nvme_read_bytes for one in metrics)),
+        int(statistics.median(one.nvme_written_bytes for one in metrics)),
+    )
+
+
+def _base(case: Case) -> TrainerConfig:
+    """The resident side's: the machine's memory as its budget, of which it takes what all states need."""
+    return trainer_config(
+        seq_len=case.seq_len, micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches,
+        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )  # fmt: skip
+
+
+def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
+    """hoist and PyTorch add up the same numbers in the same order."""
+    text = config.get_text_config(decoder=True)
+    in_one_slice = case.seq_len * case.micro_batch_size <= slice_tokens(text.vocab_size, text.hidden_size)
+    return torch.get_num_threads() == 1 and in_one_slice
+
+
+def _refuse_early(config: PreTrainedConfig, cases: Sequence[Case]) -> None:
+    """Raise ConfigError or BudgetError for what cannot work, before minutes are spent on the rest."""
+    staged = split(build_model(config, dropout=0.0))
+    needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
+    free = _available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"bench step holds the model in memory three times, about {show_bytes(needed)}, and {show_bytes(free)} are "
+            "free: give fewer --layers, a smaller --hidden or a smaller --model"
         )
-        for shape in shapes
-    ]
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        show(rows)
+    layouts = lay_out_stages(staged)
+    for case in cases:
+        prepare(staged, layouts, case.options(_base(case)))
 
 
-if __name__ == "__main__":
-    main()
+def _num_parameters(model: StagedModel) -> int:
+    return sum(layout.num_elements for layout in lay_out_stages(model))
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    raise BenchError("/proc/meminfo: has no MemAvailable")
+
+
+def _ticking(config: PreTrainedConfig, shape: tuple[int, int, int], tick: Callable[[], None]) -> Iterator[Step]:
+    """The same steps each time; ``tick`` is called before each, and may raise to stop."""
+    for step in batches(config, shape):
+        tick()
+        yield step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from hoist.tools.loudness import LoudApp
 
 if TYPE_CHECKING:
+    from hoist.scheduler.config import Order
     from hoist.tools.bench.outcome import Outcome
 
 app = LoudApp(
@@ -90,7 +91,104 @@ def bench_optim(
     )  # fmt: skip
 
 
-def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None, as_json: bool) -> int:
+@app.command("step", epilog="Example:  [bold]hoist bench step --directory . --micro-batches 4 --micro-batches 16[/]")
+def bench_step(
+    directory: Annotated[
+        Path, typer.Option(metavar="DIR", help="On the drive: where stores are made, and removed.")
+    ] = Path(),
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR|PRESET", help="As of hoist train. Default: the Llama shape that follows.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Width of the Llama shape.")] = 1024,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Its layers.")] = 8,
+    vocab: Annotated[int, typer.Option(metavar="N", min=2, help="Its vocabulary.")] = 8192,
+    plan: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="vertical or horizontal; repeat. Default: both.")
+    ] = None,
+    micro_batches: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Of a step; repeat. Default: 4 and 16.")
+    ] = None,
+    seq_len: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=2, help="Tokens of a row; repeat. Default: 64.")
+    ] = None,
+    micro_batch_size: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Rows of a micro-batch; repeat. Default: 1.")
+    ] = None,
+    delay: Annotated[
+        list[float] | None,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="Share of updates in the next forward; repeat. Default: 0."),
+    ] = None,
+    host_memory: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="hoist's budget; repeat. Default: 256MiB.")
+    ] = None,
+    io: Annotated[str, typer.Option(metavar="NAME", help="I/O engine: auto, direct or kvikio.")] = "auto",
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 3,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Counted steps of a side in a round.")] = 2,
+    lanes: Annotated[bool, typer.Option("--lanes", help="Draw what the lanes did during a step.")] = False,
+    output: _Output = None,
+    as_json: _Json = False,
+) -> int:
+    """A step of hoist beside its limits and beside PyTorch in memory, for every combination of the options repeated.
+
+    All sides begin with the same weights and see the same ids; if their losses differ, nothing is reported.
+    """
+    from hoist.tools.bench import step
+    from hoist.tools.bench.lanes import show_lanes
+    from hoist.tools.bench.shapes import model_config
+    from hoist.tools.presets import load_model_source
+
+    plan, micro_batches, seq_len = plan or ["vertical", "horizontal"], micro_batches or [4, 16], seq_len or [64]
+    micro_batch_size, delay, host_memory = micro_batch_size or [1], delay or [0.0], host_memory or ["256MiB"]
+    repeated: dict[str, Sequence[object]] = {
+        "--directory": [directory],
+        **({"--model": [model]} if model else {"--hidden": [hidden], "--layers": [layers], "--vocab": [vocab]}),
+        "--plan": plan, "--micro-batches": micro_batches, "--seq-len": seq_len, "--micro-batch-size": micro_batch_size,
+        "--delay": delay, "--host-memory": host_memory, "--io": [io], "--rounds": [rounds], "--steps": [steps],
+    }  # fmt: skip
+    words = [str(word) for option, values in repeated.items() for value in values for word in (option, value)]
+    source = None if model is None else load_model_source(model)
+    config = source.config if source else model_config(hidden=hidden, layers=layers, vocab=vocab)
+    cases = step.cases_of(
+        plans=[_order(name) for name in plan],
+        num_micro_batches=micro_batches,
+        seq_lens=seq_len,
+        micro_batch_sizes=micro_batch_size,
+        delays=delay,
+        host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory],
+    )
+
+    def measure(progress: Progress) -> Outcome:
+        from hoist.tiers.io.choose import choose_engine
+
+        with choose_engine(io) as engine:
+            return step.run(
+                directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes, progress=progress,
+                weights=source.directory if source and source.checkpoint else None,
+                command=shlex.join(["hoist", "bench", "step", *words]),
+            )  # fmt: skip
+
+    return _run("training", measure, output, as_json, more=lambda found, console: show_lanes(found.rows, console))
+
+
+def _order(name: str) -> Order:
+    from hoist.scheduler.errors import ConfigError
+
+    if name == "vertical":
+        return "vertical"
+    if name == "horizontal":
+        return "horizontal"
+    raise ConfigError(f"--plan: {name!r} is not one of vertical, horizontal")
+
+
+def _run(
+    what: str,
+    measure: Callable[[Progress], Outcome],
+    output: Path | None,
+    as_json: bool,
+    *,
+    more: Callable[[Outcome, Console], None] = lambda found, console: None,
+) -> int:
+    """``more`` shows people what the outcome's table has no room for."""
     from hoist.tools.bench.outcome import show, write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
@@ -107,7 +205,9 @@ def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None,
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
-        show(found, Console())
+        console = Console()
+        show(found, console)
+        more(found, console)
     return 0
 
 
