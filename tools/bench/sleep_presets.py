@@ -71,6 +71,19 @@ class Preset:
         write = THERE_WRITTEN_BYTES * self.layer_parameters / (self.num_drives * self.write_bytes_per_second)
         return read + write
 
+    @property
+    def in_words(self) -> str:
+        """For people."""
+        rate = f"{self.read_bytes_per_second / 1e9:g} and {self.write_bytes_per_second / 1e9:g} GB/s"
+        return (
+            f"{self.accelerator}, {self.flops / 1e12:g} TFLOP/s of dense bf16 ({self.flops_source}) at "
+            f"{self.utilisation:.0%}; a layer of {self.model}, {self.layer_parameters / 1e6:.1f} M parameters, "
+            f"{self.tokens:,} tokens a micro-batch, {self.forward_flops / 1e9:.3f} GFLOP a token: "
+            f"{self.forward_seconds * 1e3:.1f} ms forward, twice that backward; {self.num_drives} x {self.drive}, "
+            f"{rate} ({self.drive_source}), {THERE_READ_BYTES} bytes read and {THERE_WRITTEN_BYTES} written a "
+            f"parameter and step: {self.io_seconds * 1e3:.0f} ms"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
@@ -131,15 +144,9 @@ def figures(preset: Preset, found: Scaled) -> Mapping[str, Any]:
 
 def in_words(name: str, preset: Preset, found: Scaled) -> str:
     """The same for people."""
-    rate = f"{preset.read_bytes_per_second / 1e9:g} and {preset.write_bytes_per_second / 1e9:g} GB/s"
     return (
-        f"{name}: {preset.accelerator}, {preset.flops / 1e12:g} TFLOP/s of dense bf16 ({preset.flops_source}) at "
-        f"{preset.utilisation:.0%}; a layer of {preset.model}, {preset.layer_parameters / 1e6:.1f} M parameters, "
-        f"{preset.tokens:,} tokens a micro-batch, {preset.forward_flops / 1e9:.3f} GFLOP a token: "
-        f"{preset.forward_seconds * 1e3:.1f} ms forward, twice that backward; {preset.num_drives} x {preset.drive}, "
-        f"{rate} ({preset.drive_source}), {THERE_READ_BYTES} bytes read and {THERE_WRITTEN_BYTES} written a parameter "
-        f"and step: {preset.io_seconds * 1e3:.0f} ms. Here a layer of {found.layer_elements / 1e6:.1f} M parameters in "
-        f"float32, {HERE_READ_BYTES} bytes read and {HERE_WRITTEN_BYTES} written, takes this drive "
+        f"{name}: {preset.in_words}. Here a layer of {found.layer_elements / 1e6:.1f} M parameters in float32, "
+        f"{HERE_READ_BYTES} bytes read and {HERE_WRITTEN_BYTES} written, takes this drive "
         f"{found.io_seconds * 1e3:.0f} ms, so it sleeps {found.forward_seconds * 1e3:.2f} ms forward and "
         f"{found.backward_seconds * 1e3:.2f} ms backward"
     )
