@@ -12,9 +12,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,20 +62,6 @@ class SteadySpeed:
     """What was written a first time: all of the file, or as much as there was time for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedSpeed:
-    """How long a drive takes to read so much and write so much at the same time."""
-
-    seconds: float
-    """For all the bytes asked for: what was measured, times :attr:`scale`."""
-    scale: float
-    """Bytes asked for over bytes moved; near 1 where all of them were."""
-    measured_bytes: int
-    """What was moved while it was timed."""
-    direct: bool
-    """Nothing went through the page cache."""
-
-
 #: Requests of a page that :func:`measure_steady` times.
 _PAGES = 32
 
@@ -92,9 +77,9 @@ def measure_steady(
     but that nothing is checked.
     """
     num_requests = _num_requests(num_bytes, request_bytes, in_flight)
-    path = _make_file(directory, num_requests * request_bytes)
+    path = make_file(directory, num_requests * request_bytes)
     try:
-        ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+        ring = [aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
         for buffer in ring:
             buffer.random_(0, 256, generator=torch.Generator().manual_seed(1))
 
@@ -107,17 +92,17 @@ def measure_steady(
         def read_page(index: int, buffer: torch.Tensor) -> Future[None]:
             return engine.read(path, index * IO_ALIGN_BYTES, buffer[:IO_ALIGN_BYTES])
 
-        num_requests = _stream(num_requests, ring, write, seconds=seconds)
+        num_requests = stream(num_requests, ring, write, seconds=seconds)
         engine.flush(path).result()
         started, started_cpu = time.perf_counter(), time.process_time()
-        num_written = _stream(num_requests, ring, write, seconds=seconds)
+        num_written = stream(num_requests, ring, write, seconds=seconds)
         engine.flush(path).result()
         written = time.perf_counter()
-        num_read = _stream(num_requests, ring, read, seconds=seconds)
+        num_read = stream(num_requests, ring, read, seconds=seconds)
         finished, cpu = time.perf_counter(), time.process_time() - started_cpu
-        num_alone = _stream(-(-num_requests // 4), ring[:1], read, seconds=seconds / 4)
+        num_alone = stream(-(-num_requests // 4), ring[:1], read, seconds=seconds / 4)
         alone = time.perf_counter()
-        num_pages = _stream(min(_PAGES, num_requests * request_bytes // IO_ALIGN_BYTES), ring[:1], read_page,
+        num_pages = stream(min(_PAGES, num_requests * request_bytes // IO_ALIGN_BYTES), ring[:1], read_page,
                             seconds=seconds / 4)  # fmt: skip
         return SteadySpeed(
             read_bytes_per_second=num_read * request_bytes / (finished - written),
@@ -130,73 +115,6 @@ def measure_steady(
     finally:
         engine.forget(path)
         path.unlink()
-
-
-def measure_mixed(
-    directory: Path,
-    engine: IoEngine,
-    *,
-    read_bytes: int,
-    written_bytes: int,
-    request_bytes: int = 4 * 2**20,
-    in_flight: int = 4,
-    most_bytes: int = 512 * 2**20,
-) -> MixedSpeed:
-    """Read and write at once, in two temporary files in ``directory``, as many bytes as a step does: its I/O alone.
-
-    A drive shares its bandwidth between reads and writes, or does not, so neither direction's own bandwidth tells how
-    long both take. At most ``most_bytes`` are moved, in the same proportion, and the time is scaled up. Each direction
-    has ``in_flight`` requests of ``request_bytes`` (less if there is less to move) until its bytes are moved. As in a
-    store after its first steps, blocks that are written hold data already, and as in a step without a commit nothing
-    is flushed while it is timed. Twice what is moved is written beforehand at most. Nothing is checked. Raises as
-    :func:`measure_bandwidth` does.
-    """
-    asked = read_bytes + written_bytes
-    share = min(1.0, most_bytes / max(1, asked))
-    largest = -(-int(share * max(read_bytes, written_bytes)) // IO_ALIGN_BYTES) * IO_ALIGN_BYTES
-    request_bytes = min(request_bytes, max(IO_ALIGN_BYTES, largest))
-    counts = [
-        _num_requests(int(share * num_bytes), request_bytes, in_flight) if num_bytes else 0
-        for num_bytes in (read_bytes, written_bytes)
-    ]
-    if not asked:
-        return MixedSpeed(seconds=0.0, scale=1.0, measured_bytes=0, direct=True)
-    buffered_before = engine.statistics().buffered_bytes
-    paths: list[Path] = []
-    try:
-        rings = []
-        for count in counts:
-            paths.append(_make_file(directory, max(1, count) * request_bytes))
-            rings.append([_aligned_buffer(request_bytes) for _ in range(min(in_flight, max(1, count)))])
-            for buffer in rings[-1]:
-                buffer.random_(0, 256, generator=torch.Generator().manual_seed(1))
-
-        def write(index: int, buffer: torch.Tensor, path: Path) -> Future[None]:
-            return engine.write(path, index * request_bytes, buffer)
-
-        def read(index: int, buffer: torch.Tensor) -> Future[None]:
-            return engine.read(paths[0], index * request_bytes, buffer)
-
-        for count, ring, path in zip(counts, rings, paths, strict=True):
-            _stream(count, ring, partial(write, path=path))
-            engine.flush(path).result()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hoist-probe") as reader:
-            started = time.perf_counter()
-            reads = reader.submit(_stream, counts[0], rings[0], read)
-            _stream(counts[1], rings[1], partial(write, path=paths[1]))
-            reads.result()
-            seconds = time.perf_counter() - started
-        moved = sum(counts) * request_bytes
-        return MixedSpeed(
-            seconds=seconds * asked / moved,
-            scale=asked / moved,
-            measured_bytes=moved,
-            direct=engine.statistics().buffered_bytes == buffered_before,
-        )
-    finally:
-        for path in paths:
-            engine.forget(path)
-            path.unlink()
 
 
 def _num_requests(num_bytes: int, request_bytes: int, in_flight: int) -> int:
@@ -223,7 +141,7 @@ def measure_bandwidth(
     made, TransferError where a transfer fails.
     """
     num_requests = _num_requests(num_bytes, request_bytes, in_flight)
-    path = _make_file(directory, num_requests * request_bytes)
+    path = make_file(directory, num_requests * request_bytes)
     try:
         return _measure(path, engine, num_requests, request_bytes, in_flight)
     finally:
@@ -231,8 +149,11 @@ def measure_bandwidth(
         path.unlink()
 
 
-def _make_file(directory: Path, file_bytes: int) -> Path:
-    """An empty file with its space allocated, as the store's chunk files are."""
+def make_file(directory: Path, file_bytes: int) -> Path:
+    """An empty file in ``directory`` with its space allocated, as the store's chunk files are; the caller removes it.
+
+    Raises StoreRefusedError where that cannot be, and leaves nothing then.
+    """
     _remove_left(directory)
     try:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory.absolute())
@@ -260,38 +181,33 @@ def _remove_left(directory: Path) -> None:
 
 def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int) -> Bandwidth:
     buffered_before = engine.statistics().buffered_bytes
-    ring = [_aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
-    pages = torch.arange(request_bytes // IO_ALIGN_BYTES, dtype=torch.int64)
-    expected = torch.randint(0, 256, (request_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    ring = [aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+    contents = Contents(request_bytes)
     for buffer in ring:
-        buffer.copy_(expected)
-
-    def stamp(index: int, buffer: torch.Tensor) -> None:
-        buffer.view(torch.int64)[::_STAMP_STRIDE] = pages + index * len(pages)
+        contents.fill(buffer)
 
     def write(index: int, buffer: torch.Tensor) -> Future[None]:
-        stamp(index, buffer)
+        contents.stamp(index, buffer)
         return engine.write(path, index * request_bytes, buffer)
 
     def read(index: int, buffer: torch.Tensor) -> Future[None]:
         return engine.read(path, index * request_bytes, buffer)
 
     def check(index: int, buffer: torch.Tensor) -> None:
-        stamp(index, expected)
-        if not torch.equal(buffer, expected):
+        if not contents.is_whole(index, buffer):
             wrong.append(index)
 
     wrong: list[int] = []
     started, started_cpu = time.perf_counter(), time.process_time()
-    _stream(num_requests, ring, write)
+    stream(num_requests, ring, write)
     engine.flush(path).result()
     written = time.perf_counter()
-    _stream(num_requests, ring, read)
+    stream(num_requests, ring, read)
     finished, cpu = time.perf_counter(), time.process_time() - started_cpu
     # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
     for buffer in ring:
         buffer.fill_(0xAA)
-    _stream(num_requests, ring, read, check)
+    stream(num_requests, ring, read, check)
     total = num_requests * request_bytes
     return Bandwidth(
         read_bytes_per_second=total / (finished - written),
@@ -303,7 +219,34 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
     )
 
 
-def _stream(
+class Contents:
+    """What requests of ``request_bytes`` are filled with: noise, and in each page a stamp that no other page has."""
+
+    def __init__(self, request_bytes: int) -> None:
+        self._pages = torch.arange(request_bytes // IO_ALIGN_BYTES, dtype=torch.int64)
+        generator = torch.Generator().manual_seed(1)
+        self._expected = torch.randint(0, 256, (request_bytes,), dtype=torch.uint8, generator=generator)
+
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Put the noise into ``buffer``; once is enough."""
+        buffer.copy_(self._expected)
+
+    def stamp(self, index: int, buffer: torch.Tensor) -> None:
+        """Make a filled buffer that of request ``index``."""
+        buffer.view(torch.int64)[::_STAMP_STRIDE] = self._pages + index * len(self._pages)
+
+    def has_stamps(self, index: int, buffer: torch.Tensor) -> bool:
+        """Whether each page carries request ``index``'s stamp: quick enough to ask between transfers that are timed."""
+        stamps = buffer.view(torch.int64)[::_STAMP_STRIDE]
+        return bool(torch.equal(stamps, self._pages + index * len(self._pages)))
+
+    def is_whole(self, index: int, buffer: torch.Tensor) -> bool:
+        """Whether every byte is request ``index``'s. Not from several threads at once."""
+        self.stamp(index, self._expected)
+        return bool(torch.equal(buffer, self._expected))
+
+
+def stream(
     num_requests: int,
     ring: list[torch.Tensor],
     start: Callable[[int, torch.Tensor], Future[None]],
@@ -335,7 +278,8 @@ def _stream(
     return stop
 
 
-def _aligned_buffer(num_bytes: int) -> torch.Tensor:
+def aligned_buffer(num_bytes: int) -> torch.Tensor:
+    """uint8 on the CPU, at an address that direct I/O takes; its content is undefined."""
     whole = torch.empty(num_bytes + IO_ALIGN_BYTES, dtype=torch.uint8)
     skip = -whole.data_ptr() % IO_ALIGN_BYTES
     return whole[skip : skip + num_bytes]

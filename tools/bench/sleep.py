@@ -36,7 +36,7 @@ from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
-from hoist.tiers.io.probe import MixedSpeed, measure_mixed
+from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
 from hoist.tools.bench.lanes import LANES, draw_timeline
@@ -456,18 +456,18 @@ def _columns(*, clipping: bool) -> tuple[Column, ...]:
     )
 
 
-def show_more(outcome: Outcome, console: Console, *, lanes: bool = False) -> None:
-    """What the outcome's table has no room for: what moved, which lanes waited; with ``lanes`` also a drawing."""
+def show_more(rows: Sequence[Mapping[str, Any]], console: Console, *, lanes: bool = False) -> None:
+    """What an outcome's table has no room for: what moved, which lanes waited; with ``lanes`` also a drawing."""
     table = Table(title="a step's traffic, and seconds in which a lane waited", title_justify="left", box=None,
                   pad_edge=False)  # fmt: skip
     for title in ("M", "delay", "tokens", "read", "written", *(lane.value for lane in LANES)):
         table.add_column(title, justify="right", no_wrap=True)
     keys = ("micro_batches", "delay", "tokens_per_second", "read_bytes", "written_bytes")
-    for row in outcome.rows:
+    for row in rows:
         waits = (f"{row[f'{lane.value}_stall_seconds']:.2f}" for lane in LANES)
         table.add_row(*(shown(key, row[key]) for key in keys), *waits)
     console.print(table)
-    for row in outcome.rows if lanes else ():
+    for row in rows if lanes else ():
         clipping = f", clipping: {row['clipping']}" if row["clipping"] else ""
         console.print(Text(f"\nlanes of a step, M {row['micro_batches']}, delay {row['delay']:g}{clipping}"))
         for line in row["lanes"]:

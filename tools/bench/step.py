@@ -25,11 +25,11 @@ from hoist.scheduler.config import Order, TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import slice_tokens
 from hoist.scheduler.models import build_model
-from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
-from hoist.tiers.io.probe import MixedSpeed, measure_mixed
+from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tools.bench.lanes import LANES
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome
@@ -48,9 +48,10 @@ from hoist.tools.bench.step_sides import (
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
 
-#: Largest relative difference of a step's loss between hoist and PyTorch where their sums are made in different parts:
-#: with several threads, or with a loss in slices. See :func:`check_losses`.
-LOSS_BOUND = 1e-5
+#: Largest relative difference of a step's loss between hoist and PyTorch where sums may be made in different parts:
+#: with several threads, or with a loss in slices. Seen: none with two threads and one slice (hidden 64 to 1024), the
+#: last bit of float32 (9.2e-8) with slices; this is some eleven of it. See :func:`check_losses`.
+LOSS_BOUND = 1e-6
 #: Bytes a parameter takes at most while the sides of a shape run: two models with gradients and moments (16 each), and
 #: hoist's resident side with states, gradients and float32 weights (20); their buffers are small beside it.
 MEMORY_BYTES_PER_PARAMETER = 52
@@ -153,7 +154,7 @@ def run(
       compute; the compute lane's own work, without them, is ``resident_compute_seconds``. It is hoist's own code, so
       what that wastes beside PyTorch shows in ``plain_ratio`` and ``checkpointing_ratio``, not here.
     - ``io_seconds``: the bytes that the case reads and writes in a step, read and written at once by the same engine
-      and nothing beside it (:func:`hoist.tiers.io.probe.measure_mixed`).
+      and nothing beside it (:func:`hoist.tiers.io.mixed.measure_mixed`).
 
     Ratios are those of the medians of turns of the same round; the median over the rounds is given. What went through
     the page cache is labelled, and has no ratios.
@@ -164,7 +165,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
-    _refuse_early(config, cases)
+    setups = _prepare(directory, config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -175,15 +176,15 @@ def run(
         done += 1
 
     rows: list[dict[str, Any]] = []
-    exact = True
+    exact, differs = True, 0.0
     for shape, mine in shapes.items():
         with tempfile.TemporaryDirectory(dir=directory, prefix="hoist-bench-step-") as folder, ExitStack() as stack:
-            found, is_exact = _measure(
+            found, is_exact, difference = _measure(
                 Path(folder), config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
-                lanes=lanes, feed=partial(_ticking, config, shape, tick),
+                lanes=lanes, setups=setups, feed=partial(_ticking, config, shape, tick),
             )  # fmt: skip
         rows += found
-        exact = exact and is_exact
+        exact, differs = exact and is_exact, max(differs, difference)
     progress(total, total)
     return Outcome(
         name="step",
@@ -199,25 +200,29 @@ def run(
             "num_parameters": _num_parameters(split(build_model(config, dropout=0.0))),
             "rounds": rounds,
             "steps": steps,
-            "loss_bound": 0.0 if exact else LOSS_BOUND,
+            "loss_bound_ratio": 0.0 if exact else LOSS_BOUND,
+            "loss_difference_ratio": differs,
         },
         columns=COLUMNS,
         rows=tuple(rows),
         notes=(
-            "the losses of all hoist's sides are equal bit for bit, and PyTorch's "
-            + ("too" if exact else f"within {LOSS_BOUND:g} of them (one thread and a loss in one slice: bit for bit)"),
+            "the losses of all hoist's sides are equal bit for bit, and PyTorch's differ from them "
+            + (f"by {differs:.1g} of the loss at most (allowed: {LOSS_BOUND:g})" if differs else "in no bit, either"),
             "plan: with the delay, if any; MxSxB: micro-batches x seq_len x rows; no commit in a step; dropout is off",
         ),
     )
 
 
-def check_losses(losses: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]], *,
-                 bound: float) -> None:  # fmt: skip
+def check_losses(
+    losses: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]], *, bound: float
+) -> float:
     """Refuse sides that did not train the same: raise BenchError naming the first step, both sides and both losses.
 
     ``losses`` are those of hoist's sides, which must be equal bit for bit, whatever the plan, the delay and the budget.
     Those of each ``reference`` must be within ``bound``, a share of the loss; 0: equal bit for bit. NaN equals nothing.
+    Returns the largest difference, likewise a share.
     """
+    largest = 0.0
     (first, expected), *others = losses.items()
     pairs = [(name, theirs, 0.0) for name, theirs in others]
     pairs += [(name, theirs, bound) for name, theirs in reference.items()]
@@ -231,6 +236,9 @@ def check_losses(losses: Mapping[str, Sequence[float]], reference: Mapping[str, 
                     f"the sides do not train the same, so nothing is compared: the loss of step {number} is {loss!r} "
                     f"({first}) and {other!r} ({name}), which {bits}"
                 )
+            if loss != other:
+                largest = max(largest, abs(loss - other) / abs(loss))
+    return largest
 
 
 def take_turns(
@@ -241,10 +249,11 @@ def take_turns(
     steps: int,
     bound: float,
     probe: Callable[[str, Turn], MixedSpeed],
-) -> tuple[dict[str, list[Turn]], dict[str, list[MixedSpeed]]]:
-    """Let all sides take turns, and measure the I/O of each of hoist's after its turn: turns and I/O by side's name.
+) -> tuple[dict[str, list[Turn]], dict[str, list[MixedSpeed]], float]:
+    """Let all sides take turns, and measure the I/O of each of hoist's after its turn.
 
-    Raises BenchError if their losses differ (:func:`check_losses`).
+    Returns turns and I/O by side's name, and the largest difference of a loss, a share of it. Raises BenchError if
+    their losses differ (:func:`check_losses`).
     """
     moved: dict[str, list[MixedSpeed]] = {name: [] for name in hoist}
 
@@ -257,10 +266,10 @@ def take_turns(
     sides = {name: partial(turn, name, side) for name, side in {**hoist, **reference}.items()}
     turns = interleaved(sides, rounds)
     losses = {name: [loss for taken in mine for loss in taken.losses] for name, mine in turns.items()}
-    check_losses(
+    difference = check_losses(
         {name: losses[name] for name in hoist}, {name: losses[name] for name in reference}, bound=bound
     )
-    return turns, moved
+    return turns, moved, difference
 
 
 def _measure(
@@ -274,9 +283,10 @@ def _measure(
     rounds: int,
     steps: int,
     lanes: bool,
+    setups: Mapping[TrainerConfig, Setup],
     feed: Callable[[], Iterator[Step]],
-) -> tuple[list[dict[str, Any]], bool]:
-    """The rows of the cases of one shape, and whether losses had to be the same bits."""
+) -> tuple[list[dict[str, Any]], bool, float]:
+    """The rows of the cases of one shape, whether losses had to be the same bits, and by how much they differ."""
     base = _base(cases[0])
     buffered_before = engine.statistics().buffered_bytes
     model = reference_model(config, weights)
@@ -284,7 +294,7 @@ def _measure(
     options = {_RESIDENT: base} | {case.name: case.options(base) for case in cases}
     hoist = {
         name: stack.enter_context(
-            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine)
+            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine, setup=setups[mine])
         )
         for number, (name, mine) in enumerate(options.items())
     }
@@ -303,11 +313,12 @@ def _measure(
         return measure_mixed(folder, engine, read_bytes=read, written_bytes=written)
 
     exact = _is_exact(config, cases[0])
-    turns, moved = take_turns(
+    turns, moved, difference = take_turns(
         hoist, reference, rounds=rounds, steps=steps, bound=0.0 if exact else LOSS_BOUND, probe=probe
     )
     direct = engine.statistics().buffered_bytes == buffered_before
-    return [_row(case, turns, moved[case.name], direct=direct, lanes=lanes) for case in cases], exact
+    rows = [_row(case, turns, moved[case.name], direct=direct, lanes=lanes) for case in cases]
+    return rows, exact, difference
 
 
 def _row(
@@ -346,7 +357,6 @@ def _row(
         **_beside(mine, turns[_CHECKPOINTING], "checkpointing", compared=direct),
         "read_bytes": read,
         "written_bytes": written,
-        "host_peak_bytes": max(one.host_peak_bytes for one in metrics),
         "idle_share": statistics.median(share for turn in mine for share in turn.idle_shares),
         **per_lane,
         "mode": DIRECT if direct else CACHED,
@@ -393,8 +403,14 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _refuse_early(config: PreTrainedConfig, cases: Sequence[Case]) -> None:
-    """Raise ConfigError or BudgetError for what cannot work, before minutes are spent on the rest."""
+def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
+    """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
+    if not directory.is_dir():
+        raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for case in cases:
+        if longest is not None and case.seq_len > longest:
+            raise ConfigError(f"--seq-len: {case.seq_len} is longer than the {longest} positions that the model has")
     staged = split(build_model(config, dropout=0.0))
     needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
     free = _available_bytes()
@@ -404,12 +420,12 @@ def _refuse_early(config: PreTrainedConfig, cases: Sequence[Case]) -> None:
             "free: give fewer --layers, a smaller --hidden or a smaller --model"
         )
     layouts = lay_out_stages(staged)
-    for case in cases:
-        prepare(staged, layouts, case.options(_base(case)))
+    wanted = [options for case in cases for options in (_base(case), case.options(_base(case)))]
+    return {options: prepare(staged, layouts, options) for options in dict.fromkeys(wanted)}
 
 
 def _num_parameters(model: StagedModel) -> int:
-    return sum(layout.num_elements for layout in lay_out_stages(model))
+    return sum(tensor.num_elements for stage in model.stages for tensor in stage.tensors)
 
 
 def _available_bytes() -> int:

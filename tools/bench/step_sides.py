@@ -24,7 +24,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model, set_dropout
-from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import Stage, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.base import IoEngine
@@ -110,11 +110,14 @@ class HoistSide(AbstractContextManager["HoistSide"]):
         *,
         source: Source,
         engine: IoEngine,
+        setup: Setup | None = None,
     ) -> None:
-        """Raises BudgetError with nothing made if the budget is too small, StoreRefusedError on a drive too full."""
+        """``setup``: what :func:`prepare` made of the same model and ``options``; made here if None.
+
+        Raises BudgetError with nothing made if the budget is too small, StoreRefusedError on a drive too full."""
         self._feed = feed
         staged = split(build_model(model_config, dropout=0.0))
-        setup = prepare(staged, lay_out_stages(staged), options)
+        setup = setup or prepare(staged, lay_out_stages(staged), options)
         self._store = create_store(
             directory, model=staged, setup=setup, engine=engine, source=source, attributes={}
         )

@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -61,37 +61,6 @@ def bench_io(
     )  # fmt: skip
 
 
-@app.command("optim", epilog="Example:  [bold]hoist bench optim --threads 1 --threads 2[/]")
-def bench_optim(
-    elements: Annotated[
-        str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
-    ] = "32MiB",
-    threads: Annotated[
-        list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
-    ] = None,
-    block: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Elements worked on at a time; repeat. Default: 2^16, 18, 20.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 5,
-    output: _Output = None,
-    as_json: _Json = False,
-) -> int:
-    """The CPU AdamW of split weights in parameters and bytes a second, beside plain fused AdamW and a copy."""
-    import torch
-
-    from hoist.tools.bench import optim
-
-    counts = threads or sorted({1, torch.get_num_threads()})
-    return _run(
-        "updating",
-        lambda progress: optim.run(
-            num_elements=_bytes("--elements", elements), threads=counts, block_elements=block or optim.BLOCK_ELEMENTS,
-            rounds=rounds, command=f"hoist bench optim --elements {elements} --rounds {rounds}", progress=progress,
-        ),
-        output, as_json,
-    )  # fmt: skip
-
-
 @app.command("step", epilog="Example:  [bold]hoist bench step --directory . --micro-batches 4 --micro-batches 16[/]")
 def bench_step(
     directory: Annotated[
@@ -133,6 +102,7 @@ def bench_step(
 
     All sides begin with the same weights and see the same ids; if their losses differ, nothing is reported.
     """
+    from hoist.scheduler.errors import ConfigError
     from hoist.tools.bench import step
     from hoist.tools.bench.lanes import show_lanes
     from hoist.tools.bench.shapes import model_config
@@ -140,13 +110,15 @@ def bench_step(
 
     plan, micro_batches, seq_len = plan or ["vertical", "horizontal"], micro_batches or [4, 16], seq_len or [64]
     micro_batch_size, delay, host_memory = micro_batch_size or [1], delay or [0.0], host_memory or ["256MiB"]
-    repeated: dict[str, Sequence[object]] = {
+    repeated: dict[str, list[Any]] = {
         "--directory": [directory],
         **({"--model": [model]} if model else {"--hidden": [hidden], "--layers": [layers], "--vocab": [vocab]}),
         "--plan": plan, "--micro-batches": micro_batches, "--seq-len": seq_len, "--micro-batch-size": micro_batch_size,
         "--delay": delay, "--host-memory": host_memory, "--io": [io], "--rounds": [rounds], "--steps": [steps],
     }  # fmt: skip
     words = [str(word) for option, values in repeated.items() for value in values for word in (option, value)]
+    if hidden % 64:
+        raise ConfigError(f"--hidden: {hidden} is not a multiple of 64, the width of a head")
     source = None if model is None else load_model_source(model)
     config = source.config if source else model_config(hidden=hidden, layers=layers, vocab=vocab)
     cases = step.cases_of(
@@ -158,17 +130,24 @@ def bench_step(
         host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory],
     )
 
+    rows: list[Any] = []
+
     def measure(progress: Progress) -> Outcome:
         from hoist.tiers.io.choose import choose_engine
 
         with choose_engine(io) as engine:
-            return step.run(
+            found = step.run(
                 directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes, progress=progress,
                 weights=source.directory if source and source.checkpoint else None,
                 command=shlex.join(["hoist", "bench", "step", *words]),
             )  # fmt: skip
+        rows.extend(found.rows)
+        return found
 
-    return _run("training", measure, output, as_json, more=lambda found, console: show_lanes(found.rows, console))
+    code = _run("training", measure, output, as_json)
+    if not as_json:
+        show_lanes(rows, Console())
+    return code
 
 
 @app.command("sleep", epilog="Example:  [bold]hoist bench sleep --micro-batches 8 --preset a100-2drives[/]")
@@ -241,16 +220,22 @@ def bench_sleep(
         num_layers=layers, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
         backward_seconds=backward_ms / 1e3,
     )  # fmt: skip
-    return _run(
-        "training",
-        lambda progress: sleep.run(
+    rows: list[Mapping[str, Any]] = []
+
+    def measure(progress: Progress) -> Outcome:
+        found = sleep.run(
             directory, asleep, micro_batches=micro_batches,
             runs=sleep.clipping_runs(delay) if clipping else [sleep.Run(delay=one) for one in delay],
             host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory or []],
             rounds=rounds, num_steps=steps, preset=machine, command=words, progress=progress,
-        ),
-        output, as_json, more=lambda found, console: sleep.show_more(found, console, lanes=lanes),
-    )  # fmt: skip
+        )  # fmt: skip
+        rows.extend(found.rows)
+        return found
+
+    code = _run("training", measure, output, as_json)
+    if not as_json:
+        sleep.show_more(rows, Console(), lanes=lanes)
+    return code
 
 
 def _preset(name: str, *times: float | None) -> Preset:
@@ -280,15 +265,38 @@ def _order(name: str) -> Order:
     raise ConfigError(f"--plan: {name!r} is not one of vertical, horizontal")
 
 
-def _run(
-    what: str,
-    measure: Callable[[Progress], Outcome],
-    output: Path | None,
-    as_json: bool,
-    *,
-    more: Callable[[Outcome, Console], None] = lambda found, console: None,
+@app.command("optim", epilog="Example:  [bold]hoist bench optim --threads 1 --threads 2[/]")
+def bench_optim(
+    elements: Annotated[
+        str, typer.Option(metavar="SIZE", help="Parameters that are updated, as 64MiB = 64 Mi.")
+    ] = "32MiB",
+    threads: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Threads; repeat. Default: one, and all.")
+    ] = None,
+    block: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Elements worked on at a time; repeat. Default: 2^16, 18, 20.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 5,
+    output: _Output = None,
+    as_json: _Json = False,
 ) -> int:
-    """``more`` shows people what the outcome's table has no room for."""
+    """The CPU AdamW of split weights in parameters and bytes a second, beside plain fused AdamW and a copy."""
+    import torch
+
+    from hoist.tools.bench import optim
+
+    counts = threads or sorted({1, torch.get_num_threads()})
+    return _run(
+        "updating",
+        lambda progress: optim.run(
+            num_elements=_bytes("--elements", elements), threads=counts, block_elements=block or optim.BLOCK_ELEMENTS,
+            rounds=rounds, command=f"hoist bench optim --elements {elements} --rounds {rounds}", progress=progress,
+        ),
+        output, as_json,
+    )  # fmt: skip
+
+
+def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None, as_json: bool) -> int:
     from hoist.tools.bench.outcome import show, write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
@@ -305,9 +313,7 @@ def _run(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
-        console = Console()
-        show(found, console)
-        more(found, console)
+        show(found, Console())
     return 0
 
 

@@ -37,7 +37,7 @@ def _text(outcome: Outcome) -> str:
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
         show(outcome, console)
-        show_more(outcome, console, lanes=True)
+        show_more(outcome.rows, console, lanes=True)
     return captured.get()
 
 
