@@ -191,7 +191,7 @@ class SleepingLayer(GradientCheckpointingLayer):
         """[B, S, H] -> [B, S, H]."""
         started = time.perf_counter()
         began = _Began()
-        rows = torch.arange(hidden_states.shape[1]) % self.weight.shape[0]
+        rows = torch.arange(hidden_states.shape[1], device=hidden_states.device) % self.weight.shape[0]
         # Autograd goes back through what was made last first: the weight's gradient comes before the end.
         entered = _End.apply(hidden_states, began, self._watch, self._backward_seconds)  # type: ignore[no-untyped-call]  # torch
         added = entered + nn.functional.embedding(rows, self.weight)
