@@ -3,8 +3,9 @@
 A fenced block marked `sh` or `python` is run, those of one page in order, in a copy of the checkout; python blocks that
 follow each other in one process, each with names of its own. A comment before
 a block can ask for less: `<!-- tests: append --steps 2 -->` shortens its `hoist train` lines, `<!-- tests: append to
-bench.commit: --rounds 1 -->` those that run that tool's module, and `<!-- tests: parse: REASON -->` only checks that
-the commands and their options exist. Other blocks are output, diagrams and formulas.
+bench.commit: --rounds 1 -->` those that run that tool's module, `append to hoist bench sleep: --steps 1` those of that
+command, and `<!-- tests: parse: REASON -->` only checks that the commands and their options exist. Other
+blocks are output, diagrams and formulas.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         else:
             if block.note.startswith("append to "):
                 tool, _, options = block.note.removeprefix("append to ").partition(": ")
-                script = _append(script, options, f"hoist.tools.{tool}")
+                script = _append(script, options, tool if tool.startswith("hoist ") else f"hoist.tools.{tool}")
             elif block.note.startswith("append "):
                 script = _append(script, block.note.removeprefix("append "))
             command = ["sh", "-euc", script]

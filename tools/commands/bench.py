@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from hoist.tools.loudness import LoudApp
 if TYPE_CHECKING:
     from hoist.scheduler.config import Order
     from hoist.tools.bench.outcome import Outcome
+    from hoist.tools.bench.sleep_presets import Preset
 
 app = LoudApp(
     name="bench", no_args_is_help=True, rich_markup_mode="rich",
@@ -147,6 +148,111 @@ def bench_step(
     if not as_json:
         show_lanes(rows, Console())
     return code
+
+
+@app.command("sleep", epilog="Example:  [bold]hoist bench sleep --micro-batches 8 --preset a100-2drives[/]")
+def bench_sleep(
+    directory: Annotated[
+        Path, typer.Option(metavar="DIR", help="On the drive: where a store is made, and removed.")
+    ] = Path(),
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Layers.")] = 12,
+    layer_elements: Annotated[
+        int, typer.Option(metavar="N", help="Weights of a layer, a multiple of 64. Default: 2^24.", show_default=False)
+    ] = 2**24,
+    forward_ms: Annotated[
+        float | None, typer.Option(metavar="X", min=0.0, help="Of a layer and a micro-batch. Default: 10.")
+    ] = None,
+    backward_ms: Annotated[
+        float | None, typer.Option(metavar="X", min=0.0, help="Beside the forward that it repeats. Default: 20.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Times of a named machine, scaled to this drive, instead.")
+    ] = None,
+    list_presets: Annotated[bool, typer.Option("--list-presets", help="Print the presets and end.")] = False,
+    micro_batches: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Of a step; repeat. Default: 8.")
+    ] = None,
+    delay: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="X", min=0.0, max=1.0,
+            help="Share of updates in the next forward; repeat. Default: 0, 0.25, 0.5 and 1; with --clipping 0.25.",
+        ),
+    ] = None,
+    clipping: Annotated[
+        bool, typer.Option("--clipping", help="Compare exact clipping and speculative, with guesses right or wrong.")
+    ] = False,
+    host_memory: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="Budget; repeat. Default: twice the smallest that works.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 3,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Counted steps of a row in a round.")] = 3,
+    lanes: Annotated[bool, typer.Option("--lanes", help="Draw what the lanes did during a step.")] = False,
+    output: _Output = None,
+    as_json: _Json = False,
+) -> int:
+    """A step whose layers sleep, as an accelerator would compute, beside the larger of its sleep and its I/O alone.
+
+    I/O, updates and scheduling are real. If a loss is not that of plain PyTorch in memory, nothing is reported.
+    """
+    from hoist.tools.bench import sleep
+    from hoist.tools.bench.sides.job import Sleep
+    from hoist.tools.bench.sleep_presets import PRESETS
+
+    if list_presets:
+        for name, one in PRESETS.items():
+            typer.echo(f"{name}: {one.in_words}")
+        return 0
+    machine = None if preset is None else (preset, _preset(preset, forward_ms, backward_ms))
+    forward_ms, backward_ms = 10.0 if forward_ms is None else forward_ms, 20.0 if backward_ms is None else backward_ms
+    micro_batches, delay = micro_batches or [8], delay or ([0.25] if clipping else [0.0, 0.25, 0.5, 1.0])
+    times = {"--preset": [preset]} if preset else {"--forward-ms": [forward_ms], "--backward-ms": [backward_ms]}
+    words = _words(
+        "sleep",
+        {
+            "--directory": [directory], "--layers": [layers], "--layer-elements": [layer_elements], **times,
+            "--micro-batches": micro_batches, "--delay": delay, "--host-memory": host_memory or [],
+            "--rounds": [rounds], "--steps": [steps],
+        },
+        *(["--clipping"] if clipping else []),
+    )  # fmt: skip
+    asleep = Sleep(
+        num_layers=layers, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
+        backward_seconds=backward_ms / 1e3,
+    )  # fmt: skip
+    rows: list[Mapping[str, Any]] = []
+
+    def measure(progress: Progress) -> Outcome:
+        found = sleep.run(
+            directory, asleep, micro_batches=micro_batches,
+            runs=sleep.clipping_runs(delay) if clipping else [sleep.Run(delay=one) for one in delay],
+            host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory or []],
+            rounds=rounds, num_steps=steps, preset=machine, command=words, progress=progress,
+        )  # fmt: skip
+        rows.extend(found.rows)
+        return found
+
+    code = _run("training", measure, output, as_json)
+    if not as_json:
+        sleep.show_more(rows, Console(), lanes=lanes)
+    return code
+
+
+def _preset(name: str, *times: float | None) -> Preset:
+    from hoist.scheduler.errors import ConfigError
+    from hoist.tools.bench.sleep_presets import PRESETS
+
+    if any(time is not None for time in times):
+        raise ConfigError("--preset: gives layers their times; leave --forward-ms and --backward-ms out")
+    if name not in PRESETS:
+        raise ConfigError(f"--preset: {name!r} is not one of {', '.join(PRESETS)}; --list-presets describes them")
+    return PRESETS[name]
+
+
+def _words(name: str, options: Mapping[str, Sequence[object]], *flags: str) -> str:
+    """A command line that makes an outcome again; an option is repeated for each of its values."""
+    given = [str(word) for option, values in options.items() for value in values for word in (option, value)]
+    return shlex.join(["hoist", "bench", name, *given, *flags])
 
 
 def _order(name: str) -> Order:

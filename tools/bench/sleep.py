@@ -1,0 +1,474 @@
+"""`hoist bench sleep`: how well a step hides I/O and updates behind computing, shown by layers that sleep.
+
+An accelerator's time passes and no processor is used; everything else is real. A step is put beside the larger of the
+sleep in it and its I/O alone. What the layers are: `sides/sleeping.py`; with real computing: `step.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.scheduler import memory
+from hoist.scheduler.config import ClipMode, TrainerConfig
+from hoist.scheduler.creation import create_store
+from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.metrics import StepMetrics
+from hoist.scheduler.models import build_model
+from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.scheduler.stages import Stage, StagedModel, split
+from hoist.scheduler.trainer import Trainer
+from hoist.tiers.footprint import warm_up
+from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
+from hoist.tiers.store import Store
+from hoist.tools.bench.lanes import LANES, draw_timeline
+from hoist.tools.bench.machine import look
+from hoist.tools.bench.outcome import Column, Outcome, shown
+from hoist.tools.bench.rounds import Spread, interleaved, ratios
+from hoist.tools.bench.sides.job import Sleep
+from hoist.tools.bench.sides.sleeping import (
+    HIDDEN,
+    VOCAB,
+    Spent,
+    Watch,
+    initial_weight,
+    let_layers_sleep,
+    sleeping_config,
+)
+from hoist.tools.bench.sleep_presets import Preset, bytes_here, figures, in_words, scaled
+from hoist.tools.errors import BenchError
+
+SEQ_LEN = 8
+#: Chunks of a layer: a delay is rounded to whole ones.
+CHUNKS_PER_LAYER = 8
+#: Times the smallest budget that works, where none is given.
+BUDGET_FACTOR = 2.0
+#: Relative. In float32 a unit in the last place is 1e-7; a learning rate that is 1% off makes 1e-4.
+LOSS_TOLERANCE = 1e-6
+#: Norms that no step's gradients reach, and that all of them exceed.
+NEVER, ALWAYS = 1e9, 1e-9
+_OPTIMIZER = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+#: No commit falls due: every turn begins at the one that made the store.
+_NO_COMMIT = 10**6
+
+Step = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """How hoist trains. The result must be the same for all with one ``clip_norm``."""
+
+    delay: float = 0.0
+    clip_norm: float = 0.0
+    clip_mode: ClipMode = "exact"
+
+    @property
+    def clipping(self) -> str | None:
+        """For people; None without."""
+        if not self.clip_norm:
+            return None
+        if self.clip_mode == "exact":
+            return "exact"
+        return "guess wrong" if self.clip_norm == ALWAYS else "guess right"
+
+
+def clipping_runs(delays: Sequence[float]) -> list[Run]:
+    """Exact clipping, which delays everything, and speculative clipping with guesses all right, then all wrong."""
+    guesses = [
+        Run(delay=delay, clip_norm=norm, clip_mode="speculative") for delay in delays for norm in (NEVER, ALWAYS)
+    ]
+    return [Run(delay=1.0, clip_norm=NEVER), *guesses]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One row: how much is done, and how."""
+
+    num_micro_batches: int
+    run: Run
+    host_memory_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        clipping = f", clipping: {self.run.clipping}" if self.run.clipping else ""
+        return f"{self.num_micro_batches} micro-batches, delay {self.run.delay:g}{clipping}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Some steps of one case. Losses are those of all, the rest is of all but the first."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    metrics: tuple[StepMetrics, ...]
+    spent: Spent
+    """In layers."""
+    lanes: tuple[str, ...]
+    """The last step's timeline, drawn."""
+    io: MixedSpeed
+    """As many bytes as a step moves, alone, right after the turn."""
+
+    @property
+    def io_seconds(self) -> float:
+        """I/O alone; no more than the io lane was busy, where the drive did better in a step than in the probe."""
+        return min(self.io.seconds, statistics.median(one.busy_seconds["io"] for one in self.metrics))
+
+
+def run(
+    directory: Path,
+    sleep: Sleep,
+    *,
+    micro_batches: Sequence[int],
+    runs: Sequence[Run],
+    host_memory_bytes: Sequence[int] = (),
+    rounds: int = 3,
+    num_steps: int = 3,
+    preset: tuple[str, Preset] | None = None,
+    command: str = "hoist bench sleep",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Train every case ``num_steps`` counted steps a round, from the same weights each time, in a temporary store.
+
+    The cases are all of ``micro_batches`` x ``host_memory_bytes`` (none: ``BUDGET_FACTOR`` times the smallest that
+    works) x ``runs``. ``preset`` (its name, and what it is) replaces the times in ``sleep`` by those of its machine,
+    scaled to this drive. ``progress`` may raise to stop; nothing is left behind then. Raises ConfigError for a layer
+    that cannot be, BudgetError for a budget too small, BenchError where losses are not those of plain PyTorch.
+    """
+    if sleep.layer_elements < HIDDEN or sleep.layer_elements % HIDDEN:
+        raise ConfigError(f"--layer-elements: {sleep.layer_elements} is not a positive multiple of {HIDDEN}")
+    notes: list[str] = []
+    settings: dict[str, Any] = {"rounds": rounds, "steps": num_steps, "seq_len": SEQ_LEN, "preset": None}
+    warm_up()
+    with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-sleep-") as folder:
+        if preset is not None:
+            name, machine = preset
+            io = _layer_io(Path(folder), engine, sleep)
+            found = scaled(machine, layer_elements=sleep.layer_elements, io_seconds=io)
+            sleep = replace(sleep, forward_seconds=found.forward_seconds, backward_seconds=found.backward_seconds)
+            settings["preset"] = {"name": name, **figures(machine, found)}
+            notes.append(in_words(name, machine, found))
+        with _prepared(Path(folder), engine, sleep, micro_batches, runs, host_memory_bytes) as (make_turn, cases):
+            num_calls = rounds * len(cases) * (num_steps + 1)
+            done = 0
+
+            def tick() -> None:
+                nonlocal done
+                done += 1
+                progress(done, num_calls)
+
+            turns = interleaved(
+                {case: partial(make_turn, case, num_steps=num_steps, tick=tick) for case in cases}, rounds
+            )
+    for case in cases:
+        expected = losses_in_memory(sleep, case.num_micro_batches, num_steps + 1, clip_norm=case.run.clip_norm)
+        for turn in turns[case]:
+            check_losses(case.name, turn.losses, expected)
+    rows = [_row(case, turns[case], sleep) for case in cases]
+    late, calls = (sum(row[key] for row in rows) for key in ("late_calls", "calls"))
+    if late:
+        most_ms = 1e3 * max(row["most_late_seconds"] for row in rows)
+        notes.append(
+            f"{late} of {calls} forwards and backwards of layers took longer than they should have, {most_ms:.1f} ms "
+            "at most: the processor had too much to do"
+        )
+    if not all(row["direct"] for row in rows):
+        notes.append("I/O went through the page cache here: its seconds are not the drive's")
+    return Outcome(
+        name="sleep",
+        about=(
+            f"a step of {sleep.num_layers} layers of {sleep.layer_elements / 1e6:.3g} M parameters in float32 that "
+            f"sleep {sleep.forward_seconds * 1e3:.4g} ms forward and {sleep.backward_seconds * 1e3:.4g} ms backward, "
+            f"recomputed, against the larger of its sleep and its I/O alone; {rounds} interleaved rounds of "
+            f"{num_steps} steps; all losses are those of plain PyTorch in memory"
+        ),
+        command=command,
+        machine=look(directory),
+        settings={
+            **settings,
+            "num_layers": sleep.num_layers,
+            "layer_elements": sleep.layer_elements,
+            "forward_seconds": sleep.forward_seconds,
+            "backward_seconds": sleep.backward_seconds,
+            "loss_tolerance": LOSS_TOLERANCE,
+        },
+        columns=_columns(clipping=any(run.clip_norm for run in runs)),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def sleep_seconds(sleep: Sleep, num_micro_batches: int) -> float:
+    """Sleep in one step: every layer's forward twice, as the backward repeats it, and its backward once."""
+    return sleep.num_layers * num_micro_batches * (2 * sleep.forward_seconds + sleep.backward_seconds)
+
+
+def step_of(number: int, num_micro_batches: int) -> Step:
+    """The micro-batches of a step: int64 ids [1, SEQ_LEN], which are the labels, too."""
+    generator = torch.Generator().manual_seed(number)
+    batches = []
+    for _ in range(num_micro_batches):
+        ids = torch.randint(0, VOCAB, (1, SEQ_LEN), generator=generator)
+        batches.append({"input_ids": ids, "labels": ids})
+    return batches
+
+
+def losses_in_memory(
+    sleep: Sleep, num_micro_batches: int, num_steps: int, *, clip_norm: float = 0.0, lr: float = _OPTIMIZER.lr
+) -> list[float]:
+    """Every step's loss in plain PyTorch, in memory, without sleep.
+
+    Rows of a layer's weight that no token uses are left out: they have no gradient and no decay, so they never change.
+    """
+    used = replace(
+        sleep,
+        layer_elements=min(sleep.layer_elements, SEQ_LEN * HIDDEN), forward_seconds=0.0, backward_seconds=0.0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(sleeping_config(used)).train()
+    let_layers_sleep(model, used, device="cpu")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            shape = tuple(weight.shape)
+            if name.startswith("model.layers."):
+                shape = (sleep.layer_elements // HIDDEN, HIDDEN)
+            weight.copy_(initial_weight(name, shape, seed=0)[: weight.shape[0]])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=_OPTIMIZER.betas, eps=_OPTIMIZER.eps, weight_decay=_OPTIMIZER.weight_decay,
+        fused=True,
+    )  # fmt: skip
+    losses = []
+    for number in range(num_steps):
+        step = step_of(number, num_micro_batches)
+        num_items = sum(batch["labels"][:, 1:].numel() for batch in step)
+        parts = []
+        for batch in step:
+            loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
+            loss.backward()
+            parts.append(loss.detach())
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(torch.stack(parts).sum()))
+    return losses
+
+
+def check_losses(name: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
+    """Raise BenchError if a step's loss is not plain PyTorch's within ``LOSS_TOLERANCE``."""
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        if not abs(mine - other) <= LOSS_TOLERANCE * abs(other):
+            raise BenchError(
+                f"{name}: the loss of step {number} is {mine:.8g}, plain PyTorch's {other:.8g}: not the same training, "
+                "so nothing is reported; this is a fault of hoist's, please tell its authors"
+            )
+
+
+def _layer_io(folder: Path, engine: IoEngine, sleep: Sleep) -> float:
+    """Seconds of I/O of one layer in a step with nothing kept: the median of three measurements of the whole model."""
+    read, written = (sleep.num_layers * num_bytes for num_bytes in bytes_here(sleep.layer_elements))
+    measured = [measure_mixed(folder, engine, read_bytes=read, written_bytes=written).seconds for _ in range(3)]
+    return statistics.median(measured) / sleep.num_layers
+
+
+def _sleeping_model(sleep: Sleep) -> tuple[StagedModel, Watch]:
+    model = build_model(sleeping_config(sleep))
+    watch = let_layers_sleep(model, sleep)
+    return split(model), watch
+
+
+def _fill(stage: Stage, values: Mapping[str, Tensor], _staging: Tensor) -> None:
+    for name, value in values.items():
+        value.copy_(initial_weight(name, value.shape, seed=0))
+
+
+MakeTurn = Callable[..., Turn]
+
+
+@contextmanager
+def _prepared(
+    folder: Path,
+    engine: IoEngine,
+    sleep: Sleep,
+    micro_batches: Sequence[int],
+    runs: Sequence[Run],
+    budgets: Sequence[int],
+) -> Iterator[tuple[MakeTurn, list[Case]]]:
+    """A store at step 0 with room for every case, what makes a turn in it, and the cases."""
+    staged, watch = _sleeping_model(sleep)
+    chunk_elements = round_up(-(-sleep.layer_elements // CHUNKS_PER_LAYER), CHUNK_QUANTUM_ELEMENTS)
+    layouts = lay_out_stages(staged, max_chunk_elements=min(chunk_elements, MAX_CHUNK_ELEMENTS))
+    cases: list[Case] = []
+    for count in micro_batches:
+        given = budgets
+        if not given:
+            roomy = _config(Case(num_micro_batches=count, run=Run(delay=1.0), host_memory_bytes=2**50))
+            demand = prepare(staged, layouts, roomy).memory.demand
+            given = [int(BUDGET_FACTOR * memory.smallest(demand).need_bytes)]
+        cases += [
+            Case(num_micro_batches=count, run=one, host_memory_bytes=budget) for budget in given for one in runs
+        ]
+    setups = {case: prepare(staged, layouts, _config(case)) for case in cases}
+    largest = max(setups.values(), key=lambda setup: (setup.num_slots, setup.scratch_bytes))
+    store = folder / "store"
+    create_store(store, model=staged, setup=largest, engine=engine, source=_fill, attributes={}).close()
+
+    def make_turn(case: Case, *, num_steps: int, tick: Callable[[], None]) -> Turn:
+        with (
+            Store.open(store, engine=engine) as opened,
+            Trainer(
+                model=staged, store=opened, engine=engine, config=_config(case), setup=setups[case]
+            ) as trainer,
+        ):  # fmt: skip
+            probe = partial(measure_mixed, folder, engine)
+            return _turn(trainer, watch, probe, case.num_micro_batches, num_steps, tick)
+
+    yield make_turn, cases
+
+
+def _config(case: Case) -> TrainerConfig:
+    return TrainerConfig(
+        host_memory_bytes=case.host_memory_bytes,
+        micro_batch_size=1,
+        seq_len=SEQ_LEN,
+        num_micro_batches=case.num_micro_batches,
+        optimizer=_OPTIMIZER,
+        schedule=Schedule(kind="constant", lr=_OPTIMIZER.lr, num_steps=_NO_COMMIT),
+        commit_every=_NO_COMMIT,
+        delay=case.run.delay,
+        clip_norm=case.run.clip_norm,
+        clip_mode=case.run.clip_mode,
+    )
+
+
+def _turn(
+    trainer: Trainer,
+    watch: Watch,
+    probe: Callable[..., MixedSpeed],
+    num_micro_batches: int,
+    num_steps: int,
+    tick: Callable[[], None],
+) -> Turn:
+    """One step that is not counted, since none before it could overlap, and those that are; then their I/O alone."""
+    losses: list[float] = []
+    seconds: list[float] = []
+    metrics: list[StepMetrics] = []
+    lanes: list[str] = []
+    for number in range(num_steps + 1):
+        step = step_of(number, num_micro_batches)
+        began = time.perf_counter()
+        done = trainer.step(step)
+        stopped = time.perf_counter()
+        losses.append(done.loss)
+        if number:
+            seconds.append(stopped - began)
+            metrics.append(done)
+            lanes = draw_timeline(trainer.last_spans, began, stopped)
+        else:
+            watch.take()
+        tick()
+    spent = watch.take()
+    trainer.wait()
+    read, written = _bytes_of(metrics)
+    return Turn(
+        losses=tuple(losses), seconds=tuple(seconds), metrics=tuple(metrics), spent=spent, lanes=tuple(lanes),
+        io=probe(read_bytes=read, written_bytes=written),
+    )  # fmt: skip
+
+
+def _bytes_of(metrics: Sequence[StepMetrics]) -> tuple[int, int]:
+    """That a step reads and writes: medians."""
+    return (
+        int(statistics.median(one.nvme_read_bytes for one in metrics)),
+        int(statistics.median(one.nvme_written_bytes for one in metrics)),
+    )
+
+
+def _row(case: Case, turns: Sequence[Turn], sleep: Sleep) -> dict[str, Any]:
+    count = case.num_micro_batches
+    asleep = sleep_seconds(sleep, count)
+    step = Spread.of([seconds for turn in turns for seconds in turn.seconds])
+    metrics = [one for turn in turns for one in turn.metrics]
+    read, written = _bytes_of(metrics)
+    limits = [max(asleep, turn.io_seconds) for turn in turns]
+    ratio = ratios([statistics.median(turn.seconds) for turn in turns], limits)
+    calls = sum(turn.spent.num_calls for turn in turns)
+    return {
+        "micro_batches": count,
+        "delay": case.run.delay,
+        "clipping": case.run.clipping,
+        "host_memory_bytes": case.host_memory_bytes,
+        "step_seconds": step.median,
+        "step_low_seconds": step.low,
+        "step_high_seconds": step.high,
+        "low_high": f"{step.low:.2f}-{step.high:.2f}",
+        "sleep_seconds": asleep,
+        "io_seconds": statistics.median(turn.io_seconds for turn in turns),
+        "step_ratio": ratio.median,
+        "step_low_ratio": ratio.low,
+        "step_high_ratio": ratio.high,
+        "tokens_per_second": count * SEQ_LEN / step.median,
+        "read_bytes": read,
+        "written_bytes": written,
+        **{
+            f"{lane}_{what}_seconds": statistics.median(getattr(one, f"{what}_seconds")[lane] for one in metrics)
+            for lane in metrics[0].busy_seconds
+            for what in ("busy", "stall")
+        },
+        "in_layers_seconds": sum(turn.spent.seconds for turn in turns) / len(metrics),
+        "calls": calls,
+        "late_calls": sum(turn.spent.num_late for turn in turns),
+        "most_late_seconds": max(turn.spent.most_late_seconds for turn in turns),
+        "direct": all(turn.io.direct for turn in turns),
+        "losses": list(turns[0].losses),
+        "lanes": list(turns[-1].lanes),
+    }
+
+
+def _columns(*, clipping: bool) -> tuple[Column, ...]:
+    return (
+        Column(key="micro_batches", title="M"),
+        Column(key="delay", title="delay"),
+        *([Column(key="clipping", title="clipping")] if clipping else []),
+        Column(key="host_memory_bytes", title="budget"),
+        Column(key="step_seconds", title="step"),
+        Column(key="low_high", title="low-high"),
+        Column(key="sleep_seconds", title="sleep"),
+        Column(key="io_seconds", title="I/O"),
+        Column(key="step_ratio", title="ratio"),
+    )
+
+
+def show_more(rows: Sequence[Mapping[str, Any]], console: Console, *, lanes: bool = False) -> None:
+    """What an outcome's table has no room for: what moved, which lanes waited; with ``lanes`` also a drawing."""
+    table = Table(title="a step's traffic, and seconds in which a lane waited", title_justify="left", box=None,
+                  pad_edge=False)  # fmt: skip
+    for title in ("M", "delay", "tokens", "read", "written", *(lane.value for lane in LANES)):
+        table.add_column(title, justify="right", no_wrap=True)
+    keys = ("micro_batches", "delay", "tokens_per_second", "read_bytes", "written_bytes")
+    for row in rows:
+        waits = (f"{row[f'{lane.value}_stall_seconds']:.2f}" for lane in LANES)
+        table.add_row(*(shown(key, row[key]) for key in keys), *waits)
+    console.print(table)
+    for row in rows if lanes else ():
+        clipping = f", clipping: {row['clipping']}" if row["clipping"] else ""
+        console.print(Text(f"\nlanes of a step, M {row['micro_batches']}, delay {row['delay']:g}{clipping}"))
+        for line in row["lanes"]:
+            console.print(Text(line), soft_wrap=True)
