@@ -611,8 +611,7 @@ class _Builder:
                 states = (Resource(Part.STATE_SLOT, slot),)
             # A delayed update may need the norm of the whole step before: all of its gradients were measured then.
             norm = (Resource(Part.NORM, 0),) if delayed else ()
-            takes = loaded and not kept
-            needs = (*(() if stashed else (gradient,)), *norm, *(buffer if fill or takes else ()))
+            needs = (*(() if stashed else (gradient,)), *norm, *(buffer if fill or loaded else ()))
             refresh = tuple(
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
@@ -626,7 +625,7 @@ class _Builder:
                     reads=(*((stored, newest) if is_stored else ()), *stash, *(norm if redo else ())),
                     writes=states,
                     delayed=delayed,
-                    loaded=takes,
+                    loaded=loaded,
                     stashed=stashed,
                     redo=redo,
                 )
@@ -638,7 +637,7 @@ class _Builder:
                 refresh=refresh,
                 delayed=delayed,
                 fill=fill,
-                loaded=takes,
+                loaded=loaded,
                 stashed=stashed,
                 redo=redo,
             )

@@ -316,7 +316,8 @@ class Updates:
         for item, itemsize in self._kept_items(op.stage, piece.chunk).items():
             self._manager.modify(item)
             num_bytes = itemsize * piece.num_elements
-            self._manager.save(item.kind, read_bytes=num_bytes, written_bytes=num_bytes)
+            read_bytes = 0 if op.loaded and item.kind is ItemKind.KEPT_WEIGHTS else num_bytes
+            self._manager.save(item.kind, read_bytes=read_bytes, written_bytes=num_bytes)
         if len(kept) < len(StateArray):
             self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
         places = self._places.stages[op.stage]

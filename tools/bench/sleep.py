@@ -41,7 +41,7 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round
 from hoist.tiers.store import Store
 from hoist.tools.bench.lanes import LANES, draw_timeline
 from hoist.tools.bench.machine import look
-from hoist.tools.bench.outcome import Column, Outcome, shown
+from hoist.tools.bench.outcome import Column, Outcome, column_texts
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sides.sleeping import (
@@ -460,12 +460,15 @@ def show_more(rows: Sequence[Mapping[str, Any]], console: Console, *, lanes: boo
     """What an outcome's table has no room for: what moved, which lanes waited; with ``lanes`` also a drawing."""
     table = Table(title="a step's traffic, and seconds in which a lane waited", title_justify="left", box=None,
                   pad_edge=False)  # fmt: skip
-    for title in ("M", "delay", "tokens", "read", "written", *(lane.value for lane in LANES)):
-        table.add_column(title, justify="right", no_wrap=True)
-    keys = ("micro_batches", "delay", "tokens_per_second", "read_bytes", "written_bytes")
-    for row in rows:
-        waits = (f"{row[f'{lane.value}_stall_seconds']:.2f}" for lane in LANES)
-        table.add_row(*(shown(key, row[key]) for key in keys), *waits)
+    columns = {"micro_batches": "M", "delay": "delay", "tokens_per_second": "tokens", "read_bytes": "read",
+               "written_bytes": "written"} | {f"{lane.value}_stall_seconds": lane.value for lane in LANES}  # fmt: skip
+    texts = []
+    for key, title in columns.items():
+        unit, column = column_texts(key, [row[key] for row in rows])
+        table.add_column(f"{title}\n{unit}", justify="right", no_wrap=True)
+        texts.append(column)
+    for values in zip(*texts, strict=True):
+        table.add_row(*values)
     console.print(table)
     for row in rows if lanes else ():
         clipping = f", clipping: {row['clipping']}" if row["clipping"] else ""
