@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 app = LoudApp(
     name="bench", no_args_is_help=True, rich_markup_mode="rich",
-    help="Measure: drives, the optimizer. Each benchmark checks that its sides do the same.",
+    help="Measure: drives, the optimizer, ZeRO-Infinity. Each benchmark checks that its sides do the same.",
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]
@@ -96,6 +97,73 @@ def bench_optim(
     )  # fmt: skip
 
 
+@app.command(
+    "zero-infinity", epilog="Example:  [bold]hoist bench zero-infinity /mnt/nvme --hidden 1024 --layers 8[/]"
+)
+def bench_zero_infinity(
+    directory: Annotated[Path, typer.Argument(help="Directory on the drive.")] = Path(),
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A Hugging Face directory with weights, not a Llama shape.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Of the Llama shape; its vocabulary is 8 N.")] = 1024,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Of the shape, or those that sleep (12).")] = 0,
+    sleep: Annotated[bool, typer.Option("--sleep", help="Layers that sleep stand in for an accelerator.")] = False,
+    layer_elements: Annotated[int, typer.Option(metavar="N", help="Weights of a layer that sleeps.")] = 2**24,
+    forward_ms: Annotated[float, typer.Option(metavar="MS", min=0.0, help="It sleeps so long in the forward.")] = 10.0,
+    backward_ms: Annotated[float, typer.Option(metavar="MS", min=0.0, help="And in the backward, besides.")] = 20.0,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids (.npy). Default: Python's own sources.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a row.")] = 64,
+    micro_batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches of a step.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of a run; the first is not counted.")] = 4,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 1e-4; layers that sleep: 1e-2.")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each side, in turn.")] = 3,
+    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="hoist's budget.")] = "256MiB",
+    delay: Annotated[float, typer.Option(help="hoist's share of updates in the next forward.")] = 0.0,
+    residency: Annotated[float, typer.Option(help="hoist's largest share of states kept in memory.")] = 1.0,
+    knobs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="DeepSpeed's knobs as JSON, or an earlier --output: not swept then."),
+    ] = None,
+    sweep: Annotated[bool, typer.Option(help="Look for DeepSpeed's fastest knobs first.")] = True,
+    environment: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="DeepSpeed's, made if missing. Default: below ~/.cache/hoist.")
+    ] = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> int:
+    """A step of hoist beside one of DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe, on the same work.
+
+    Same weights, tokens, optimizer, type and drive; losses that differ, or a warm page cache, refuse the comparison.
+    DeepSpeed gets an environment of its own, which needs libaio-dev and g++.
+    """
+    from hoist.tools.bench import zero_infinity
+    from hoist.tools.bench.sides.environment import default_directory
+    from hoist.tools.bench.sides.job import Sleep
+
+    asleep = None
+    if sleep:
+        asleep = Sleep(
+            num_layers=layers or 12, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
+            backward_seconds=backward_ms / 1e3,
+        )  # fmt: skip
+    request = zero_infinity.Request(
+        directory=directory, environment=environment or default_directory(), model=model, hidden=hidden,
+        num_layers=layers or 8, sleep=asleep, data=data, seq_len=seq_len, micro_batch_size=micro_batch_size,
+        num_micro_batches=micro_batches, num_steps=steps, lr=lr or (1e-2 if sleep else 1e-4), num_rounds=rounds,
+        host_memory_bytes=_bytes("--host-memory", host_memory),
+        hoist_options={"delay": delay, "residency": residency},
+        knobs=None if knobs is None else zero_infinity.read_knobs(knobs), sweeps=sweep and knobs is None,
+    )  # fmt: skip
+    return _told(
+        lambda told, check: zero_infinity.run(request, command=command_line(), told=told, check=check),
+        output, as_json, plot,
+    )  # fmt: skip
+
+
 @app.command("show", epilog="Example:  [bold]hoist bench show io.json --plot io.svg[/]")
 def bench_show(
     result: Annotated[Path, typer.Argument(metavar="FILE", help="What --output wrote.")],
@@ -107,6 +175,38 @@ def bench_show(
 
     draw = _drawing(plot)
     found = read(result)
+    return _tell(found, draw, as_json)
+
+
+def command_line() -> str:
+    """The command that is running, as it can be given again."""
+    return shlex.join(["hoist", *sys.argv[1:]])
+
+
+def _told(
+    measure: Callable[[Callable[[str, int, int], None], Callable[[], None]], Outcome],
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None = None,
+) -> int:
+    """As :func:`_run`, for a measurement that says itself what it is at."""
+    from hoist.tools.bench.outcome import write
+    from hoist.tools.show import Display
+    from hoist.tools.stop import Stop
+    from hoist.tools.targets import check_target
+
+    if output is not None:
+        check_target(output, None, option="--output")
+    draw = _drawing(plot)
+    with Stop() as stop, Display(Console(stderr=as_json)) as display:
+
+        def told(what: str, done: int, total: int) -> None:
+            stop.check()
+            display.progress(what, done, total, "runs")
+
+        found = measure(told, stop.check)
+    if output is not None:
+        write(found, output)
     return _tell(found, draw, as_json)
 
 

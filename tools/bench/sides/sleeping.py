@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hoist.tools.bench.sides.job import Sleep
 
@@ -28,13 +29,13 @@ def sleeping_config(sleep: Sleep, *, hidden: int, vocab: int) -> LlamaConfig:
     )
 
 
-def let_layers_sleep(model: PreTrainedModel, sleep: Sleep) -> None:
-    """Replace every decoder layer by a :class:`SleepingLayer` on the meta device."""
+def let_layers_sleep(model: PreTrainedModel, sleep: Sleep, *, device: str | None = "meta") -> None:
+    """Replace every decoder layer by a :class:`SleepingLayer` on ``device``; None: where torch makes tensors now."""
     layers = model.get_submodule("model.layers")
     if not isinstance(layers, nn.ModuleList):
         raise TypeError(f"model.layers is a {type(layers).__name__}")
     for number in range(sleep.num_layers):
-        layers[number] = SleepingLayer(sleep, model.config.hidden_size)
+        layers[number] = SleepingLayer(sleep, model.config.hidden_size, device=device)
 
 
 class _Clock:
@@ -76,15 +77,16 @@ def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
-class SleepingLayer(nn.Module):
+class SleepingLayer(GradientCheckpointingLayer):
     """A decoder layer with many weights, of which a few take part: real gradients that cost little.
 
     Its forward and its backward take a given time, whatever torch itself needs of it, as long as that is less.
+    transformers' activation checkpointing, where it is on, runs its forward again in the backward.
     """
 
-    def __init__(self, sleep: Sleep, hidden: int) -> None:
+    def __init__(self, sleep: Sleep, hidden: int, *, device: str | None = "meta") -> None:
         super().__init__()
-        self.table = nn.Embedding(sleep.layer_elements // hidden, hidden, device="meta")
+        self.table = nn.Embedding(sleep.layer_elements // hidden, hidden, device=device)
         self._forward_seconds = sleep.forward_seconds
         self._backward_seconds = sleep.backward_seconds
 
