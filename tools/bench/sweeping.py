@@ -13,9 +13,16 @@ from typing import Any
 from hoist.tools.bench.sides.job import SideResult
 from hoist.tools.errors import BenchError
 
-#: What is tried, in this order; what is best stays while the next is tried. The first that works of param_buffers is
-#: kept: fewer fail with some models, and more take memory alone.
-BUFFERS = (12, 24, 48)
+#: Settings to begin with; the first that works is. DeepSpeed runs out of buffers with some models, and with some asks
+#: for a parameter that is already on its way.
+STARTS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"param_buffers": 24},
+    {"param_buffers": 48},
+    {"prefetch_elements": 0},
+    {"prefetch_elements": 0, "param_buffers": 48},
+)
+#: What is tried then, in this order; what is best stays while the next is tried.
 ALTERNATIVES: tuple[tuple[Mapping[str, Any], ...], ...] = (
     ({"pipeline_read": False, "pipeline_write": False}, {"pipeline_read": True, "pipeline_write": False}),
     ({"sub_group_elements": 5_000_000}, {"sub_group_elements": 100_000_000}),
@@ -49,7 +56,7 @@ def sweep(
 ) -> tuple[dict[str, Any], list[Trial]]:
     """The fastest setting, and all that were tried. One that fails is passed over.
 
-    Raises BenchError if none works with as many buffers as are tried.
+    Raises BenchError if none of :data:`STARTS` works.
     """
     trials: list[Trial] = []
     total = 1 + sum(len(choices) for choices in alternatives)
@@ -67,8 +74,10 @@ def sweep(
 
     best: dict[str, Any] = dict(start)
     fastest: float | None = None
-    for buffers in [None] if "param_buffers" in start else BUFFERS:
-        best = dict(start) if buffers is None else {**start, "param_buffers": buffers}
+    for more in STARTS:
+        if more.keys() & start.keys():
+            continue
+        best = {**start, **more}
         fastest = tried(best)
         if fastest is not None:
             break

@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import venv
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from hoist.tools.errors import BenchError
 #: Packages that both sides must have in the same version.
 SHARED = ("torch", "transformers", "safetensors", "numpy")
 EXTRA = "bench"
+#: The extra's content, for a checkout that is not installed; a test compares them.
+DEFAULT_REQUIREMENTS = ("deepspeed==0.19.8", "ninja>=1.11")
 #: Written last, so that an environment that was begun and not finished is known as such.
 _MARK = "hoist-bench.txt"
 #: DeepSpeed compiles these when they are first used.
@@ -42,10 +43,6 @@ def requirements() -> tuple[str, ...]:
     return tuple(line.split(";", 1)[0].strip() for line in marked) or DEFAULT_REQUIREMENTS
 
 
-#: The extra's content, for a checkout that is not installed; a test compares them.
-DEFAULT_REQUIREMENTS = ("deepspeed==0.19.8", "ninja>=1.11")
-
-
 def default_directory() -> Path:
     """Where the environment is made unless the user names a place: below the user's cache, named for what is in it."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -53,7 +50,7 @@ def default_directory() -> Path:
     return base / "hoist" / f"bench-{deepspeed}-torch-{importlib.metadata.version('torch')}"
 
 
-def missing_tools(environment: Path | None = None) -> tuple[str, ...]:
+def missing_tools() -> tuple[str, ...]:
     """What the machine lacks to compile DeepSpeed's operations, as Debian's packages. ninja comes with the extra."""
     lacking = []
     if not _LIBAIO.exists() and not list(Path("/usr/include").glob("*/libaio.h")):
@@ -76,6 +73,7 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
     ``told`` says what is being done. Raises BenchError, in one line, if the machine lacks what DeepSpeed is compiled
     with, or pip fails; an unfinished environment is made anew the next time.
     """
+    _refuse_foreign(directory)
     lacking = missing_tools()
     if lacking:
         raise BenchError(
@@ -85,7 +83,6 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
     python = directory / "bin" / "python"
     if python.exists() and _is_complete(directory):
         return python
-    _refuse_foreign(directory)
     told("making an environment for DeepSpeed")
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +179,3 @@ def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
     return (errors or lines or ["it said nothing"])[-1]
-
-
-def own_python() -> Path:
-    """The Python that hoist runs in."""
-    return Path(sys.executable)

@@ -26,6 +26,7 @@ from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers import footprint
 from hoist.tiers.io.choose import choose_engine
+from hoist.tiers.layout import StageLayout
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
@@ -98,7 +99,7 @@ def run(job: Job) -> SideResult:
             trainer.commit()
             save_seconds = time.perf_counter() - committing + waited - began
             applied = _applied(work, trainer)
-            num_elements = sum(layout.num_elements for layout in store.layouts)
+            blank_bytes = sum(_blank_bytes(layout) for layout in store.layouts)
             kept_bytes = trainer.memory.kept_bytes
     return SideResult(
         name="hoist",
@@ -116,9 +117,7 @@ def run(job: Job) -> SideResult:
         baseline_bytes=baseline_bytes,
         peak_bytes=memory.peak_bytes,
         details={
-            # By hoist's own count. Moments are read for the first time from space that is reserved and was never
-            # written, which the kernel gives as zeros without asking the drive.
-            "least_read_bytes": max(0, sum(one.nvme_read_bytes for one in metrics) - 8 * num_elements),
+            "least_read_bytes": max(0, sum(one.nvme_read_bytes for one in metrics) - blank_bytes),
             "busy_seconds": [one.busy_seconds for one in metrics],
             "stall_seconds": [one.stall_seconds for one in metrics],
             "last_updates_seconds": waited - began,
@@ -142,6 +141,13 @@ def _applied(work: Work, trainer: Trainer) -> Work:
         clip_norm=config.clip_norm,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _blank_bytes(layout: StageLayout) -> int:
+    """What is read of a stage before anything was written there, at most: the kernel gives zeros for space that is only
+    reserved, without asking the drive. Moments, once; and what lies behind a stage's weights, forward and backward.
+    """
+    return 8 * layout.padded_elements + 8 * (layout.padded_elements - layout.num_elements)
 
 
 def _versions(*names: str) -> dict[str, str]:
