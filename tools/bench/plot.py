@@ -16,7 +16,7 @@ import altair
 import vl_convert
 
 from hoist.tools.bench.outcome import Outcome, Plot, shown
-from hoist.tools.bench.plot_choice import chosen, spread
+from hoist.tools.bench.plot_choice import by_side, chosen, spread
 from hoist.tools.run_report.charts import PALETTES, coloured, config
 
 #: Ends of files that can be written.
@@ -28,7 +28,7 @@ _LINES_HEIGHT = 240
 _BAR_HEIGHT = 24
 #: Pixels of a PNG for each of these.
 _SCALE = 1.5
-_CHARACTERS = 110
+_CHARACTERS = 120
 _COLOURS = ("@blue", "@vermilion", "@green", "@amber", "@pink", "@sky", "@grey")
 _DASHES = ([1, 0], [6, 3], [2, 2])
 
@@ -45,6 +45,7 @@ def drawn(outcome: Outcome, kind: str) -> bytes:
 
 def specification(outcome: Outcome) -> dict[str, Any]:
     """The picture in Vega-Lite, in light colours."""
+    outcome = by_side(outcome)
     plot = chosen(outcome)
     datasets: dict[str, Any] = {}
     views = [] if plot is None else _views(outcome, plot, datasets)

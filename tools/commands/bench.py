@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = LoudApp(
     name="bench", no_args_is_help=True, rich_markup_mode="rich",
-    help="Measure: drives, the optimizer, ZeRO-Infinity. Each benchmark checks that its sides do the same.",
+    help="Measure: drives, the optimizer, steps of others. Each benchmark checks that its sides do the same.",
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]
@@ -162,6 +162,51 @@ def bench_zero_infinity(
         lambda told, check: zero_infinity.run(request, command=command_line(), told=told, check=check),
         output, as_json, plot,
     )  # fmt: skip
+
+
+@app.command("peers", epilog="Example:  [bold]hoist bench peers /mnt/nvme --hidden 512 --layers 4 --rounds 1[/]")
+def bench_peers(
+    directory: Annotated[Path, typer.Argument(help="Directory on the drive.")] = Path(),
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A Hugging Face directory with weights, not a Llama shape.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Of the Llama shape; its vocabulary is 8 N.")] = 1024,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Of the Llama shape.")] = 8,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a row.")] = 64,
+    micro_batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches of a step.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of a run; the first is not counted.")] = 4,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each side, in turn.")] = 3,
+    host_memory: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="hoist's budget; repeat. Default: 256MiB.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="torch (always there), torch-keep, fsdp2 or torchao; repeat. Default: all."),
+    ] = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> int:
+    """A step of hoist beside PyTorch with all states in RAM, FSDP2 with CPU offload and torchao's, on the same work.
+
+    What does not run on this machine has a row that says why. Losses that differ refuse the comparison.
+    """
+    from hoist.scheduler.errors import ConfigError
+    from hoist.tools.bench import peers
+
+    unknown = [name for name in peer or [] if name not in peers.PEERS]
+    if unknown:
+        raise ConfigError(f"--peer {unknown[0]}: is none; give {', '.join(peers.PEERS)}")
+    request = peers.Request(
+        directory=directory, model=model, hidden=hidden, num_layers=layers, seq_len=seq_len,
+        micro_batch_size=micro_batch_size, num_micro_batches=micro_batches, num_steps=steps, num_rounds=rounds,
+        host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory or ["256MiB"]],
+        peers=peer or list(peers.PEERS),
+    )  # fmt: skip
+    return _told(
+        lambda told, check: peers.run(request, command=command_line(), told=told, check=check), output, as_json, plot
+    )
 
 
 @app.command("show", epilog="Example:  [bold]hoist bench show io.json --plot io.svg[/]")

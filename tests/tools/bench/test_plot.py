@@ -94,6 +94,32 @@ def test_every_bar_has_its_value_and_its_spread() -> None:
         assert text in svg, text
 
 
+def test_too_many_panels_are_series() -> None:
+    columns = {"engine": "engine", "threads": "threads", "depth": "in flight", "read_bytes_per_second": "read"}
+    for depths, series, panels in ((4, ("engine",), ("depth",)), (5, ("engine", "depth"), ())):
+        many = [row | {"threads": threads} for row in rows(depths) for threads in range(6)]
+        found = chosen(outcome(*many, columns=columns))
+        assert found == Plot(y=("read_bytes_per_second",), x="threads", series=series, panels=panels)
+
+
+def test_a_row_a_measure_becomes_a_bar_a_side() -> None:
+    def measured(what: str, unit: str, *values: float) -> dict[str, Any]:
+        spreads = {
+            side: {"median": value, "low": 0.9 * value, "high": 1.1 * value, "count": 3}
+            for side, value in zip(("hoist", "other"), values, strict=False)
+        }
+        return {"measure": what, "unit": unit, "hoist": "in words", "spreads": {"other": None} | spreads}
+
+    turned = outcome(
+        measured("step", "seconds", 2.0, 5.0), measured("peak memory", "bytes", 2**28, 2**30),
+        measured("save", "seconds", 1.0), columns={"measure": "", "hoist": "hoist", "other": "The Other"},
+    )  # fmt: skip
+    svg = drawn(turned, ".svg").decode()
+    assert (shapes(svg, "rect"), shapes(svg, "rule"), shapes(svg, "text")) == (5, 5, 5)
+    for text in ("The Other", "5.000 s", "256.0 MiB", "1.0 GiB", "peak memory (GiB)", "save (s)"):
+        assert text in svg, text
+
+
 @pytest.mark.parametrize("depths", [2, 3])
 def test_charts_are_valid(depths: int) -> None:
     altair.Chart.from_dict(specification(outcome(*rows(depths))), validate=True)
