@@ -70,15 +70,15 @@ PEERS: Mapping[str, Peer] = {
         why=f"all states in memory, activation checkpointing, fused AdamW: {_IN_RAM}",
     ),
     "torch-keep": Peer(
-        title="torch, no recomputation", module="torch_side", cannot="NVMe", checkpointing=False,
+        title="torch, keeps all", module="torch_side", cannot="NVMe", checkpointing=False,
         why=f"the same without activation checkpointing: {_IN_RAM}, and a micro-batch's activations with them",
     ),
     "fsdp2": Peer(
-        title="FSDP2, offload", module="fsdp_side", cannot="NVMe", tried=True,
+        title="FSDP2", module="fsdp_side", cannot="NVMe", tried=True,
         why=f"fully_shard with CPUOffloadPolicy, one rank: {_IN_RAM}; the policy knows no NVMe",
     ),
     "torchao": Peer(
-        title="torchao, offload", module="torchao_side", cannot="NVMe", needs="torchao", tried=True,
+        title="torchao", module="torchao_side", cannot="NVMe", needs="torchao", tried=True,
         why=f"CPUOffloadOptimizer: {_IN_RAM}, and weights once more in device memory",
     ),
 }  # fmt: skip
@@ -216,7 +216,7 @@ def outcome_of(
         for name, results in found.items()
     ]
     rows += [
-        {column.key: None for column in COLUMNS} | {"side": chosen[name].title, "cannot": "run here"} for name in absent
+        {column.key: None for column in COLUMNS} | {"side": chosen[name].title, "cannot": "run"} for name in absent
     ]
     return Outcome(
         name="peers",

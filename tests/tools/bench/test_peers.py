@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
-from hoist.tools.bench.peers import PEERS, refuse_unless_same, why_not
+from hoist.tools.bench.outcome import show
+from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_same, why_not
 from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import fsdp_side, in_memory, torch_side
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
@@ -105,6 +108,28 @@ def test_what_does_not_run_here_says_why() -> None:
     broken = replace(PEERS["fsdp2"], module="no_such_side")
     assert "No module named" in str(why_not(broken))
     assert why_not(PEERS["torch"]) is None
+
+
+def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, trained: SideResult, tmp_path: Path) -> None:
+    large = replace(
+        trained, step_seconds=[99.9] * 3, read_bytes=[10**9] * 3, written_bytes=[10**9] * 3, peak_bytes=2 * 10**9
+    )
+    request = Request(
+        directory=tmp_path, model=None, hidden=64, num_layers=2, seq_len=8, micro_batch_size=2, num_micro_batches=2,
+        num_steps=3, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
+    )  # fmt: skip
+    found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
+    outcome = outcome_of(request, work, found, PEERS, {"torchao": "it wants a GPU"}, "hoist bench peers")
+    console = Console(width=80, file=StringIO())
+    show(outcome, console)
+    assert isinstance(console.file, StringIO)
+    told = console.file.getvalue()
+    assert "…" not in told
+    assert [row.split()[0] for row in told.splitlines() if row.rstrip().endswith(("  NVMe", "  run"))] == [
+        "torch", "torch,", "FSDP2", "torchao",
+    ]  # fmt: skip
+    assert "torchao does not run here: it wants a GPU" in told
+    assert "99.9 s" in told
 
 
 def test_a_whole_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
