@@ -259,7 +259,8 @@ class TestSweep:
         def seconds(knobs: Any) -> float | None:
             if knobs.get("param_buffers", 12) < 24 or knobs.get("a") == 2:
                 return None
-            return 1.0 - 0.1 * knobs.get("a", 0) - (0.2 if knobs.get("b") == 5 else -0.2 * ("b" in knobs))
+            slower = {4: 0.2, 5: -0.2}.get(knobs.get("b"), 0.0)
+            return 1.0 - 0.1 * float(knobs.get("a", 0)) + slower
 
         best, trials = sweep(
             self.run(bench, seconds), {"kept": 1}, alternatives=[({"a": 1}, {"a": 2}), ({"b": 4}, {"b": 5})]

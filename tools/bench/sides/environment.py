@@ -126,18 +126,20 @@ def _install(python: Path, check: Check) -> None:
         constraints = Path(folder) / "constraints.txt"
         versions = [f"{name}=={importlib.metadata.version(name)}" for name in SHARED]
         constraints.write_text("\n".join(versions) + "\n")
-        # A build of torch that only its own index has (2.13.0+cpu) is taken from there.
-        build = importlib.metadata.version("torch").partition("+")[2]
-        index = ["--extra-index-url", f"https://download.pytorch.org/whl/{build}"] if build else []
         # DeepSpeed's own build looks at torch, so that comes first.
-        _pip(python, ["-c", str(constraints), *index, *versions], check)
-        _pip(python, ["-c", str(constraints), *index, *requirements()], check)
+        for packages in (versions, list(requirements())):
+            _pip(python, ["-c", str(constraints), *packages], check)
 
 
 def _pip(python: Path, arguments: Sequence[str], check: Check) -> None:
-    code, said = _call([str(python), "-m", "pip", "install", "--no-input", *arguments], check)
+    """Install, from where pip is told to look; then also where torch's own builds (2.13.0+cpu) are."""
+    command = [str(python), "-m", "pip", "install", "--no-input", *arguments]
+    code, said = _call(command, check)
+    build = importlib.metadata.version("torch").partition("+")[2]
+    if code and build:
+        code, said = _call([*command, "--extra-index-url", f"https://download.pytorch.org/whl/{build}"], check)
     if code:
-        raise BenchError(f"pip could not install {' '.join(requirements())}: {_last_error(said)}")
+        raise BenchError(f"pip could not install {' '.join(arguments[2:])}: {_last_error(said)}")
 
 
 def _compile(python: Path, check: Check) -> None:
