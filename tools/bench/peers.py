@@ -29,6 +29,7 @@ from hoist.tools.bench.sides.running import hoist_side, run_side
 from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
 from hoist.tools.errors import BenchError
 from hoist.tools.presets import load_model_source
+from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.sizes import show_bytes
 from hoist.tools.text import ModelTokenizer
 
@@ -120,6 +121,8 @@ def run(
     row that says so. Nothing is left behind.
     """
     request = replace(request, directory=request.directory.absolute())
+    if not request.directory.is_dir():
+        raise BenchError(f"{request.directory}: is not a directory; make it first, on the drive that is to be measured")
     chosen = {name: peer for name, peer in PEERS.items() if name in request.peers or name == "torch"}
     told("trying the peers", 0, 0)
     absent = {name: why for name, peer in chosen.items() if (why := why_not(peer)) is not None}
@@ -181,8 +184,9 @@ def _work(request: Request, folder: Path) -> Work:
     model, tokenizer = folder / "model", None
     if request.model is not None:
         model = request.model.absolute()
-        if load_model_source(str(model)).checkpoint is None:
-            raise BenchError(f"--model {request.model}: has no weights; name a directory with model.safetensors")
+        load_model_source(str(model))
+        if not (model / SINGLE_FILE).is_file():
+            raise BenchError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with its weights in one")
         tokenizer = ModelTokenizer.find(model)
     else:
         make_checkpoint(model, model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden))

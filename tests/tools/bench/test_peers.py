@@ -159,3 +159,14 @@ def test_unknown_peers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--peer fsdp: is none; give torch, torch-keep, fsdp2, torchao" in hoist(
         capfd, "bench", "peers", "--peer", "fsdp"
     ).refusal()
+
+
+def test_what_is_not_there_is_said_in_a_line(work: Work, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def failed(*arguments: object) -> str:
+        return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").failure()
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes((Path(work.model) / "config.json").read_bytes())
+    assert "is not a directory; make it first" in failed(tmp_path / "none")
+    assert "has no model.safetensors" in failed(tmp_path, "--model", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
