@@ -88,7 +88,7 @@ class TestWheel:
         assert metadata["Requires-Python"] == ">=3.11"
         assert metadata["License-Expression"] == "Apache-2.0"
         assert set(metadata.get_all("Provides-Extra", [])) == {
-            "data", "dev", "gds", "gds-cu13", "gguf", "lora", "report", "tensorboard", "test",
+            "bench", "data", "dev", "gds", "gds-cu13", "gguf", "lora", "report", "tensorboard", "test",
         }  # fmt: skip
         assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
         plain = {

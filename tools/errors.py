@@ -63,3 +63,7 @@ class ReportError(HoistError, OSError):
 
 class BenchError(HoistError, RuntimeError):
     """A measurement failed, or its sides did not do the same: nothing is reported of it."""
+
+
+class OutcomeError(RefusalError, ValueError):
+    """A file is no outcome of a benchmark that can be read; the message carries its name."""

@@ -47,6 +47,20 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """What a chart of an outcome shows, as keys of its rows."""
+
+    y: tuple[str, ...]
+    """What was measured: a chart each."""
+    x: str | None = None
+    """A number that lines are drawn over; None: bars."""
+    series: tuple[str, ...] = ()
+    """What tells lines or bars apart."""
+    panels: tuple[str, ...] = ()
+    """What there is one more chart for: a row's settings that are neither."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What one benchmark found.
 
@@ -69,6 +83,8 @@ class Outcome:
     """A value a column; None where there is nothing to measure. May have more than the columns show."""
     notes: tuple[str, ...] = ()
     """What a reader must know: what was not measured, and why."""
+    plot: Plot | None = None
+    """What to draw; None: `plot_choice.py` looks for it."""
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON."""

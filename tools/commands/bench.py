@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
 
 app = LoudApp(
     name="bench", no_args_is_help=True, rich_markup_mode="rich",
-    help="Measure: drives, the optimizer. Each benchmark checks that its sides do the same.",
+    help="Measure: drives, the optimizer, steps of others. Each benchmark checks that its sides do the same.",
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]
 _Json = Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")]
 _Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Also write the outcome as JSON to a file.")
+]
+_Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Also draw the outcome, to a file that ends in .svg, .png or .html."),
 ]
 
 
@@ -45,6 +50,7 @@ def bench_io(
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 3,
     output: _Output = None,
+    plot: _Plot = None,
     as_json: _Json = False,
 ) -> int:
     """Read and write bandwidth of each I/O engine over block sizes and depths, beside fio where it is installed."""
@@ -57,7 +63,7 @@ def bench_io(
             directory, num_bytes=_bytes("--size", size), block_bytes=blocks, depths=depth or io.DEPTHS, rounds=rounds,
             command=_command("io", directory, size=size, block=block, depth=depth, rounds=rounds), progress=progress,
         ),
-        output, as_json,
+        output, as_json, plot,
     )  # fmt: skip
 
 
@@ -96,6 +102,7 @@ def bench_step(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Counted steps of a side in a round.")] = 2,
     lanes: Annotated[bool, typer.Option("--lanes", help="Draw what the lanes did during a step.")] = False,
     output: _Output = None,
+    plot: _Plot = None,
     as_json: _Json = False,
 ) -> int:
     """A step of hoist beside its limits and beside PyTorch in memory, for every combination of the options repeated.
@@ -144,7 +151,7 @@ def bench_step(
         rows.extend(found.rows)
         return found
 
-    code = _run("training", measure, output, as_json)
+    code = _run("training", measure, output, as_json, plot)
     if not as_json:
         show_lanes(rows, Console())
     return code
@@ -189,6 +196,7 @@ def bench_sleep(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Counted steps of a row in a round.")] = 3,
     lanes: Annotated[bool, typer.Option("--lanes", help="Draw what the lanes did during a step.")] = False,
     output: _Output = None,
+    plot: _Plot = None,
     as_json: _Json = False,
 ) -> int:
     """A step whose layers sleep, as an accelerator would compute, beside the larger of its sleep and its I/O alone.
@@ -232,7 +240,7 @@ def bench_sleep(
         rows.extend(found.rows)
         return found
 
-    code = _run("training", measure, output, as_json)
+    code = _run("training", measure, output, as_json, plot)
     if not as_json:
         sleep.show_more(rows, Console(), lanes=lanes)
     return code
@@ -278,6 +286,7 @@ def bench_optim(
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; medians are taken.")] = 5,
     output: _Output = None,
+    plot: _Plot = None,
     as_json: _Json = False,
 ) -> int:
     """The CPU AdamW of split weights in parameters and bytes a second, beside plain fused AdamW and a copy."""
@@ -293,16 +302,183 @@ def bench_optim(
             rounds=rounds, progress=progress,
             command=_command("optim", elements=elements, threads=counts, block=block, rounds=rounds),
         ),
-        output, as_json,
+        output, as_json, plot,
     )  # fmt: skip
 
 
-def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None, as_json: bool) -> int:
-    from hoist.tools.bench.outcome import show, write
+@app.command(
+    "zero-infinity", epilog="Example:  [bold]hoist bench zero-infinity /mnt/nvme --hidden 1024 --layers 8[/]"
+)
+def bench_zero_infinity(
+    directory: Annotated[Path, typer.Argument(help="Directory on the drive.")] = Path(),
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A Hugging Face directory with weights, not a Llama shape.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Of the Llama shape; its vocabulary is 8 N.")] = 1024,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Of the shape, or those that sleep (12).")] = 0,
+    sleep: Annotated[bool, typer.Option("--sleep", help="Layers that sleep stand in for an accelerator.")] = False,
+    layer_elements: Annotated[int, typer.Option(metavar="N", help="Weights of a layer that sleeps.")] = 2**24,
+    forward_ms: Annotated[float, typer.Option(metavar="MS", min=0.0, help="It sleeps so long in the forward.")] = 10.0,
+    backward_ms: Annotated[float, typer.Option(metavar="MS", min=0.0, help="And in the backward, besides.")] = 20.0,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids (.npy). Default: Python's own sources.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a row.")] = 64,
+    micro_batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches of a step.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of a run; the first is not counted.")] = 4,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 1e-4; layers that sleep: 1e-2.")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each side, in turn.")] = 3,
+    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="hoist's budget.")] = "256MiB",
+    delay: Annotated[float, typer.Option(help="hoist's share of updates in the next forward.")] = 0.0,
+    residency: Annotated[float, typer.Option(help="hoist's largest share of states kept in memory.")] = 1.0,
+    knobs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="DeepSpeed's knobs as JSON, or an earlier --output: not swept then."),
+    ] = None,
+    sweep: Annotated[bool, typer.Option(help="Look for DeepSpeed's fastest knobs first.")] = True,
+    environment: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="DeepSpeed's, made if missing. Default: below ~/.cache/hoist.")
+    ] = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> int:
+    """A step of hoist beside one of DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe, on the same work.
+
+    Same weights, tokens, optimizer, type and drive; losses that differ, or a warm page cache, refuse the comparison.
+    DeepSpeed gets an environment of its own, which needs libaio-dev and g++.
+    """
+    from hoist.tools.bench import zero_infinity
+    from hoist.tools.bench.sides.environment import default_directory
+    from hoist.tools.bench.sides.job import Sleep
+
+    asleep = None
+    if sleep:
+        asleep = Sleep(
+            num_layers=layers or 12, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
+            backward_seconds=backward_ms / 1e3,
+        )  # fmt: skip
+    request = zero_infinity.Request(
+        directory=directory, environment=environment or default_directory(), model=model, hidden=hidden,
+        num_layers=layers or 8, sleep=asleep, data=data, seq_len=seq_len, micro_batch_size=micro_batch_size,
+        num_micro_batches=micro_batches, num_steps=steps, lr=lr or (1e-2 if sleep else 1e-4), num_rounds=rounds,
+        host_memory_bytes=_bytes("--host-memory", host_memory),
+        hoist_options={"delay": delay, "residency": residency},
+        knobs=None if knobs is None else zero_infinity.read_knobs(knobs), sweeps=sweep and knobs is None,
+    )  # fmt: skip
+    return _told(
+        lambda told, check: zero_infinity.run(request, command=command_line(), told=told, check=check),
+        output, as_json, plot,
+    )  # fmt: skip
+
+
+@app.command("peers", epilog="Example:  [bold]hoist bench peers /mnt/nvme --hidden 512 --layers 4 --rounds 1[/]")
+def bench_peers(
+    directory: Annotated[Path, typer.Argument(help="Directory on the drive.")] = Path(),
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A Hugging Face directory with weights, not a Llama shape.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Of the Llama shape; its vocabulary is 8 N.")] = 1024,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Of the Llama shape.")] = 8,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a row.")] = 64,
+    micro_batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches of a step.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of a run; the first is not counted.")] = 4,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each side, in turn.")] = 3,
+    host_memory: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="hoist's budget; repeat. Default: 256MiB.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="torch (always there), torch-keep, fsdp2 or torchao; repeat. Default: all."),
+    ] = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> int:
+    """A step of hoist beside PyTorch with all states in RAM, FSDP2 with CPU offload and torchao's, on the same work.
+
+    What does not run on this machine has a row that says why. Losses that differ refuse the comparison.
+    """
+    from hoist.scheduler.errors import ConfigError
+    from hoist.tools.bench import peers
+
+    unknown = [name for name in peer or [] if name not in peers.PEERS]
+    if unknown:
+        raise ConfigError(f"--peer {unknown[0]}: is none; give {', '.join(peers.PEERS)}")
+    request = peers.Request(
+        directory=directory, model=model, hidden=hidden, num_layers=layers, seq_len=seq_len,
+        micro_batch_size=micro_batch_size, num_micro_batches=micro_batches, num_steps=steps, num_rounds=rounds,
+        host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory or ["256MiB"]],
+        peers=peer or list(peers.PEERS),
+    )  # fmt: skip
+    return _told(
+        lambda told, check: peers.run(request, command=command_line(), told=told, check=check), output, as_json, plot
+    )
+
+
+@app.command("show", epilog="Example:  [bold]hoist bench show io.json --plot io.svg[/]")
+def bench_show(
+    result: Annotated[Path, typer.Argument(metavar="FILE", help="What --output wrote.")],
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> int:
+    """Show an outcome again that a benchmark wrote with --output, or draw it. Measures nothing."""
+    from hoist.tools.bench.reading import read
+
+    draw = _drawing(plot)
+    found = read(result)
+    return _tell(found, draw, as_json)
+
+
+def command_line() -> str:
+    """The command that is running, as it can be given again."""
+    return shlex.join(["hoist", *sys.argv[1:]])
+
+
+def _told(
+    measure: Callable[[Callable[[str, int, int], None], Callable[[], None]], Outcome],
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None = None,
+) -> int:
+    """As :func:`_run`, for a measurement that says itself what it is at."""
+    from hoist.tools.bench.outcome import write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
+    from hoist.tools.targets import check_target
 
-    _check_output(output)
+    if output is not None:
+        check_target(output, None, option="--output")
+    draw = _drawing(plot)
+    with Stop() as stop, Display(Console(stderr=as_json)) as display:
+
+        def told(what: str, done: int, total: int) -> None:
+            stop.check()
+            display.progress(what, done, total, "runs")
+
+        found = measure(told, stop.check)
+    if output is not None:
+        write(found, output)
+    return _tell(found, draw, as_json)
+
+
+def _run(
+    what: str,
+    measure: Callable[[Progress], Outcome],
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None = None,
+) -> int:
+    from hoist.tools.bench.outcome import write
+    from hoist.tools.show import Display
+    from hoist.tools.stop import Stop
+    from hoist.tools.targets import check_target
+
+    if output is not None:
+        check_target(output, None, option="--output")
+    draw = _drawing(plot)
     with Stop() as stop, Display(Console(stderr=as_json)) as display:
 
         def progress(done: int, total: int) -> None:
@@ -312,19 +488,41 @@ def _run(what: str, measure: Callable[[Progress], Outcome], output: Path | None,
         found = measure(progress)
     if output is not None:
         write(found, output)
+    return _tell(found, draw, as_json)
+
+
+def _drawing(path: Path | None) -> Callable[[Outcome], None]:
+    """What writes the plot, with all looked at that can be wrong, so that nothing is measured for nothing."""
+    if path is None:
+        return lambda outcome: None
+    from hoist.tools.errors import ReportRefusedError
+    from hoist.tools.invoked import install_command
+    from hoist.tools.targets import check_target, write_file
+
+    try:
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ModuleNotFoundError as error:
+        command = install_command("altair vl-convert-python")
+        raise ReportRefusedError(f"--plot needs {error.name}, which is not installed: {command}") from error
+    from hoist.tools.bench.plot import FORMATS, drawn
+
+    kind = path.suffix.lower()
+    if kind not in FORMATS:
+        raise ReportRefusedError(f"--plot {path}: a plot is a file that ends in {', '.join(FORMATS)}; name one")
+    target = check_target(path, None, option="--plot")
+    return lambda outcome: write_file(target, drawn(outcome, kind))
+
+
+def _tell(found: Outcome, draw: Callable[[Outcome], None], as_json: bool) -> int:
+    from hoist.tools.bench.outcome import show
+
+    draw(found)
     if as_json:
         typer.echo(found.to_text())
     else:
         show(found, Console())
     return 0
-
-
-def _check_output(output: Path | None) -> None:
-    """Raise ConfigError for a file that could not be written after minutes of measuring."""
-    from hoist.scheduler.errors import ConfigError
-
-    if output is not None and (output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK)):
-        raise ConfigError(f"--output: got {output}, which cannot be written; name a file in a directory that can")
 
 
 def _command(name: str, *arguments: object, **options: object) -> str:

@@ -45,7 +45,8 @@ def _report(store: Path, html: Path | None, png: Path | None) -> int:
     except ModuleNotFoundError as error:
         command = install_command("altair vl-convert-python")
         raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
-    from hoist.tools.run_report.making import check_target, report_of, write_file
+    from hoist.tools.run_report.making import report_of
+    from hoist.tools.targets import check_target, write_file
 
     targets = [
         (option, check_target(path, store, option=option), path)

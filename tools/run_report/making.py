@@ -11,12 +11,10 @@ import platform
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hoist._version import __version__
 from hoist.tools.durations import show_seconds
-from hoist.tools.errors import ReportError, ReportRefusedError
 from hoist.tools.run_report.bound import bound, roofline
 from hoist.tools.run_report.bytes import memory, traffic, wear
 from hoist.tools.run_report.facts import RunFacts
@@ -122,42 +120,3 @@ def _machine() -> str:
     return f"{platform.machine()}, {times(os.cpu_count() or 1, 'core')}, {show_bytes(memory_bytes)} of memory, " + (
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     )
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def check_target(path: Path, store: Path, *, option: str) -> Path:
-    """Where a file is to go, links followed. Raises ReportRefusedError if it cannot, as far as can be seen."""
-    try:
-        target = path.resolve()
-        if target.is_dir():
-            raise ReportRefusedError(f"{option} {path}: is a directory; name a file in it")
-        if path.exists() and not target.is_file():
-            raise ReportRefusedError(f"{option} {path}: is no file; name one")
-        if target.is_relative_to(store.resolve()):
-            raise ReportRefusedError(f"{option} {path}: lies in the store; name a file outside of it")
-        if not target.parent.is_dir():
-            raise ReportRefusedError(f"{option} {path}: {target.parent} is not a directory; make it first")
-        if not os.access(target.parent, os.W_OK | os.X_OK):
-            raise ReportRefusedError(f"{option} {path}: {target.parent} cannot be written; name another place")
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        if isinstance(error, ReportRefusedError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ReportRefusedError(f"{option} {path}: cannot be written: {reason}; name another file") from error
-    return target
-
-
-def write_file(target: Path, data: bytes) -> None:
-    """Put a file in its place whole, or leave what was there. Raises ReportError."""
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
-    try:
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ReportError(f"{target}: cannot be written: {error.strerror}; make room or name another file") from error

@@ -44,6 +44,8 @@ class Work:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    """Largest norm of a step's gradients; 0: they are not clipped."""
     dtype: str = "float32"
     activation_checkpointing: bool = True
     """Layers are computed again in the backward."""

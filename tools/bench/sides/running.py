@@ -1,0 +1,124 @@
+"""Runs a side of a comparison as a process of its own, in its own environment, and gives back what it found.
+
+What a side does is in its own file; whether results may be compared is `judging.py`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hoist
+from hoist.tools.bench import sides
+from hoist.tools.bench.sides import counters
+from hoist.tools.bench.sides.job import Job, SideResult, read_result, write_job
+from hoist.tools.errors import BenchError
+
+#: Seconds between two looks at whether a signal has come.
+_POLL_SECONDS = 0.2
+#: Of a line of a side's error.
+_MAX_CHARACTERS = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A program that does a work."""
+
+    module: str
+    """In this folder."""
+    python: Path
+    """Of its environment."""
+    import_path: Path
+    """Where `hoist.tools.bench.sides` is found from there."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has besides those of this process."""
+
+
+def hoist_side() -> Side:
+    """hoist's, in this environment."""
+    return Side(
+        module="hoist_side", python=Path(sys.executable), import_path=Path(hoist.__file__).absolute().parent.parent
+    )
+
+
+@contextmanager
+def import_tree(directory: Path) -> Iterator[Path]:
+    """A folder for other environments' import path in which `hoist` is there as far as the sides need it: this folder.
+
+    Neither hoist nor what it requires must be installed there. It is removed afterwards.
+    """
+    (sources,) = sides.__path__
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".hoist-import-") as root:
+        package = Path(root, "hoist", "tools", "bench")
+        package.mkdir(parents=True)
+        for folder in (package.parent.parent, package.parent, package):
+            (folder / "__init__.py").touch()
+        (package / "sides").symlink_to(Path(sources).absolute(), target_is_directory=True)
+        yield Path(root)
+
+
+def run_side(side: Side, job: Job, *, check: Callable[[], None] = lambda: None) -> SideResult:
+    """Run ``job``, whose directory is made, and removed afterwards, whatever happens.
+
+    The checkpoint and the ids are taken out of the page cache first, so that each side reads them from the drive.
+    ``check`` is called now and then, and may raise: then the process is killed, with all that it has started. Raises
+    BenchError, with the last line of what the side said, if it fails.
+    """
+    directory = Path(job.directory)
+    directory.mkdir()
+    try:
+        counters.drop_cache([*counters.files_below(Path(job.work.model)), Path(job.work.tokens)])
+        with tempfile.TemporaryDirectory(prefix="hoist-bench-") as folder:
+            write_job(job, Path(folder) / "job.json")
+            said = Path(folder) / "said"
+            code = _run(side, Path(folder), said, check)
+            result = Path(folder) / "result.json"
+            if code or not result.exists():
+                raise BenchError(f"{side.module}: {_reason(said, code)}")
+            return read_result(result)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _run(side: Side, folder: Path, said: Path, check: Callable[[], None]) -> int:
+    surroundings = dict(os.environ)
+    # Another environment's own packages must not be shadowed by this one's.
+    surroundings.pop("PYTHONHOME", None)
+    surroundings |= {"PYTHONPATH": str(side.import_path), **side.environment}
+    surroundings["PATH"] = os.pathsep.join((str(side.python.parent), surroundings.get("PATH", os.defpath)))
+    command = [
+        str(side.python), "-m", f"hoist.tools.bench.sides.{side.module}",
+        str(folder / "job.json"), str(folder / "result.json"),
+    ]  # fmt: skip
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=surroundings, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=_POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    check()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _reason(said: Path, code: int) -> str:
+    """The last thing that a side said, in one line; what Python adds below an error is passed over."""
+    lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":", 1)[0] or line.startswith("AssertionError")]
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return ((errors or lines or [f"exit code {code}"])[-1])[:_MAX_CHARACTERS]

@@ -1,0 +1,261 @@
+"""`hoist bench zero-infinity`: hoist beside DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe, on the same work.
+
+DeepSpeed is given its best: its knobs are tried first (`sweeping.py`), and its fastest setting is what is compared. The
+sides are in `sides/`; results that may not be compared are refused by `sides/judging.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from hoist.tools.bench.machine import look
+from hoist.tools.bench.outcome import Column, Outcome, shown
+from hoist.tools.bench.rounds import Spread, interleaved, ratios
+from hoist.tools.bench.shapes import model_config
+from hoist.tools.bench.sides import environment
+from hoist.tools.bench.sides.deepspeed_side import Knobs
+from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
+from hoist.tools.bench.sides.judging import refuse_unless_comparable
+from hoist.tools.bench.sides.running import Side, hoist_side, import_tree, run_side
+from hoist.tools.bench.sides.sleeping import sleeping_config
+from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
+from hoist.tools.bench.sweeping import Trial, sweep
+from hoist.tools.errors import BenchError
+from hoist.tools.text import ModelTokenizer
+
+#: Of the model whose layers sleep: all that computes is small.
+SLEEPING_HIDDEN, SLEEPING_VOCAB = 64, 512
+
+COLUMNS = (
+    Column(key="measure", title=""),
+    Column(key="hoist", title="hoist"),
+    Column(key="zero_infinity", title="ZeRO-Infinity"),
+    Column(key="ratio", title="times"),
+)
+
+Told = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be compared, and where."""
+
+    directory: Path
+    """On the drive; everything is made in a folder below it, which is removed afterwards."""
+    environment: Path
+    """DeepSpeed's."""
+    model: Path | None
+    """A Hugging Face directory with config.json and model.safetensors; None: ``hidden`` and ``num_layers``."""
+    hidden: int
+    num_layers: int
+    sleep: Sleep | None
+    """Instead of a model: layers that sleep."""
+    data: Path | None
+    """A .npy of ids; None: Python's own sources, as bytes or as the model's tokenizer has them."""
+    seq_len: int
+    micro_batch_size: int
+    num_micro_batches: int
+    num_steps: int
+    """Of a run; the first is not counted."""
+    lr: float
+    num_rounds: int
+    host_memory_bytes: int
+    hoist_options: Mapping[str, Any]
+    """Further fields of hoist's `TrainerConfig`."""
+    knobs: Mapping[str, Any] | None
+    """DeepSpeed's, see `sides.deepspeed_side.Knobs`; what is tried first, or all that is used."""
+    sweeps: bool
+    """Try DeepSpeed's knobs."""
+
+
+def read_knobs(path: Path) -> dict[str, Any]:
+    """Knobs from a file: an object of them, or the JSON of an earlier outcome. Raises BenchError if it is neither."""
+    try:
+        found = json.loads(path.read_text())
+        if "settings" in found:
+            found = found["settings"]["knobs"]
+        Knobs.of(found)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BenchError(f"--knobs {path}: holds no knobs of DeepSpeed: {error}") from error
+    return dict(found)
+
+
+def run(
+    request: Request, *, command: str, told: Told = lambda what, done, total: None, check: Callable[[], None]
+) -> Outcome:
+    """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
+
+    Raises BenchError if DeepSpeed's environment cannot be made, a side fails, or their results may not be compared.
+    Nothing is left behind but the environment.
+    """
+    request = replace(request, directory=request.directory.absolute())
+    python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
+    with ExitStack() as cleanup:
+        folder = Path(
+            cleanup.enter_context(tempfile.TemporaryDirectory(dir=request.directory, prefix="hoist-zero-infinity-"))
+        )
+        tree = cleanup.enter_context(import_tree(folder))
+        told("making the checkpoint", 0, 0)
+        work = _work(request, folder)
+        theirs = environment.deepspeed_side(python, tree)
+        ours = hoist_side()
+
+        def run_one(side: Side, options: Mapping[str, Any], task: Work = work) -> SideResult:
+            return run_side(
+                side, Job(work=task, directory=str(folder / "run"), options=dict(options)), check=check
+            )
+
+        trials: list[Trial] = []
+        knobs: Mapping[str, Any] = request.knobs or {}
+        if request.sweeps:
+            knobs, trials = sweep(
+                lambda options: run_one(theirs, options, replace(work, num_steps=min(3, work.num_steps))), knobs, told
+            )
+        hoist_options = {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
+        told("comparing", 0, 2 * request.num_rounds)
+        found = interleaved(
+            {"hoist": lambda: run_one(ours, hoist_options), "zero_infinity": lambda: run_one(theirs, knobs)},
+            request.num_rounds,
+            told=lambda done, total: told("comparing", done, total),
+        )
+    refuse_unless_comparable([*found["hoist"], *found["zero_infinity"]])
+    return _outcome(request, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
+
+
+def _work(request: Request, folder: Path) -> Work:
+    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
+    config: PreTrainedConfig
+    model, tokenizer = folder / "model", None
+    if request.model is not None:
+        model = request.model.absolute()
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        tokenizer = ModelTokenizer.find(model)
+    else:
+        if request.sleep is not None:
+            config = sleeping_config(request.sleep, hidden=SLEEPING_HIDDEN, vocab=SLEEPING_VOCAB)
+        else:
+            config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
+        make_checkpoint(model, config, sleep=request.sleep)
+    tokens = folder / "tokens.npy"
+    a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
+    if request.data is not None:
+        take_tokens(
+            tokens, request.data, request.num_steps * a_step,
+            vocab_size=int(config.get_text_config(decoder=True).vocab_size),
+        )  # fmt: skip
+    else:
+        make_tokens(tokens, request.num_steps * a_step, tokenizer=tokenizer)
+    return Work(
+        model=str(model),
+        tokens=str(tokens),
+        seq_len=request.seq_len,
+        micro_batch_size=request.micro_batch_size,
+        num_micro_batches=request.num_micro_batches,
+        num_steps=request.num_steps,
+        sleep=request.sleep,
+        lr=request.lr,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+#: What is compared: title, unit as a key's end, and the values of a run.
+_MEASURES: tuple[tuple[str, str, Callable[[SideResult], Sequence[float]]], ...] = (
+    ("step", "_seconds", lambda one: one.step_seconds[1:]),
+    ("memory beyond imports", "_bytes", lambda one: [one.peak_bytes - one.baseline_bytes]),
+    ("read a step", "_bytes", lambda one: one.read_bytes[1:]),
+    ("written a step", "_bytes", lambda one: one.written_bytes[1:]),
+    ("start-up", "_seconds", lambda one: [one.startup_seconds]),
+    ("save", "_seconds", lambda one: [] if one.save_seconds is None else [one.save_seconds]),
+)
+
+
+def _outcome(
+    request: Request,
+    work: Work,
+    ours: Sequence[SideResult],
+    theirs: Sequence[SideResult],
+    knobs: Mapping[str, Any],
+    trials: Sequence[Trial],
+    command: str,
+) -> Outcome:
+    rows = []
+    for title, unit, values in _MEASURES:
+        spreads = [_spread(values, results) for results in (ours, theirs)]
+        rows.append(_row(title, unit, spreads))
+        if title == "step":
+            rows += [_row(f"  {end}", unit, spreads, end) for end in ("low", "high")]
+            tokens = work.num_micro_batches * work.micro_batch_size * work.seq_len
+            rates = [
+                None if one is None else Spread(
+                    median=tokens / one.median, low=tokens / one.high, high=tokens / one.low, count=one.count
+                )
+                for one in spreads
+            ]  # fmt: skip
+            rows.append(_row("tokens a second", "_per_second", rates))
+    pairs = ratios([_median_step(one) for one in theirs], [_median_step(one) for one in ours])
+    setting = ", ".join(f"{name} {value}" for name, value in knobs.items()) or "those it begins with"
+    notes = [
+        f"hoist's step is {pairs.median:.2f} times as fast ({pairs.low:.2f} to {pairs.high:.2f} over "
+        f"{pairs.count} pairs of runs)",
+        f"DeepSpeed's knobs: {setting}" + (f"; the fastest of {len(trials)} settings" if trials else "; not swept"),
+    ]
+    refused = next((one.details.get("save_refused") for one in theirs if one.save_seconds is None), None)
+    if refused:
+        notes.append(f"ZeRO-Infinity could not save a checkpoint: {refused}")
+    what = f"{work.sleep.num_layers} layers that sleep" if work.sleep else "a model"
+    return Outcome(
+        name="zero-infinity",
+        about=(
+            f"{what} trained by hoist and by DeepSpeed's ZeRO-Infinity from the same weights on the same tokens: seq "
+            f"{work.seq_len}, B {work.micro_batch_size}, M {work.num_micro_batches}, float32; medians, and lowest to "
+            f"highest, of {request.num_rounds} interleaved rounds of {work.num_steps - 1} counted steps; losses agree"
+        ),
+        command=command,
+        machine=look(request.directory),
+        settings={
+            "work": asdict(work),
+            "host_memory_bytes": request.host_memory_bytes,
+            "hoist_options": dict(request.hoist_options),
+            "knobs": dict(knobs),
+            "trials": [asdict(one) for one in trials],
+            "runs": {"hoist": [asdict(one) for one in ours], "zero_infinity": [asdict(one) for one in theirs]},
+        },
+        columns=COLUMNS,
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _median_step(one: SideResult) -> float:
+    return Spread.of(one.step_seconds[1:]).median
+
+
+def _spread(values: Callable[[SideResult], Sequence[float]], results: Sequence[SideResult]) -> Spread | None:
+    found = [value for one in results for value in values(one)]
+    return Spread.of(found) if found else None
+
+
+def _row(title: str, unit: str, spreads: Sequence[Spread | None], end: str = "median") -> dict[str, Any]:
+    """A row of the table, ``end`` of the values, and the numbers behind it. ``ratio``: ZeRO-Infinity's over hoist's."""
+    ours, theirs = spreads
+    mine, other = [None if spread is None else getattr(spread, end) for spread in spreads]
+    return {
+        "measure": title,
+        "hoist": "none" if mine is None else shown(unit, mine),
+        "zero_infinity": "none" if other is None else shown(unit, other),
+        "ratio": f"{other / mine:.2f}" if mine and other is not None else None,
+        "unit": unit.removeprefix("_"),
+        "spreads": {
+            "hoist": None if ours is None else asdict(ours),
+            "zero_infinity": None if theirs is None else asdict(theirs),
+        },
+    }
