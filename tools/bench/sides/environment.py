@@ -81,7 +81,7 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
             f"apt-get install {' '.join(lacking)}"
         )
     python = directory / "bin" / "python"
-    if python.exists() and _is_complete(directory):
+    if is_made(directory):
         return python
     told("making an environment for DeepSpeed")
     shutil.rmtree(directory, ignore_errors=True)
@@ -102,9 +102,10 @@ def _wanted() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_complete(directory: Path) -> bool:
+def is_made(directory: Path) -> bool:
+    """Whether the environment is there, finished, and of the versions that are wanted now."""
     mark = directory / _MARK
-    return mark.exists() and mark.read_text() == _wanted()
+    return (directory / "bin" / "python").exists() and mark.exists() and mark.read_text() == _wanted()
 
 
 def _write_mark(directory: Path) -> None:
