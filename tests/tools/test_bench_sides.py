@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from hoist.tools.bench.sweeping import sweep
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError, StoppedError
 from tests.check_types import ROOT
+from tests.support.commands import hoist
 
 #: A shared memory file system: its files are in memory, and no drive is ever read.
 SHARED_MEMORY = Path("/dev/shm")
@@ -243,6 +245,31 @@ class TestEnvironment:
         with pytest.raises(BenchError, match="is no environment that hoist made"):
             environment.prepare(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["letter"]
+
+
+class TestCommand:
+    def test_refuses_before_anything_is_made(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        command = ("bench", "zero-infinity", tmp_path, "--environment", tmp_path / "environment")
+        assert "--layer-elements: 100 is not" in hoist(capfd, *command, "--sleep", "--layer-elements", 100).refusal()
+        assert "has no model.safetensors" in hoist(capfd, *command, "--model", tmp_path).refusal()
+        (tmp_path / "knobs.json").write_text('{"speed": 11}')
+        found = hoist(capfd, *command, "--knobs", tmp_path / "knobs.json").failure()
+        assert "holds no knobs of DeepSpeed: no knobs of DeepSpeed's side: speed" in found
+        assert [path.name for path in tmp_path.iterdir()] == ["knobs.json"]
+
+    @pytest.mark.slow
+    def test_both_sides_agree(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """The whole comparison, with layers that sleep, whose checkpoint is made for them."""
+        if not environment.is_made(environment.default_directory()):
+            pytest.skip("DeepSpeed's environment is not made: run hoist bench zero-infinity once")
+        told = hoist(
+            capfd, "bench", "zero-infinity", tmp_path, "--sleep", "--layers", 3, "--layer-elements", 2**20, "--seq-len",
+            8, "--host-memory", "32MiB", "--steps", 3, "--rounds", 1, "--no-sweep", "--json",
+        )  # fmt: skip
+        assert told.code == 0, told.err
+        runs = json.loads(told.out)["settings"]["runs"]
+        assert runs["hoist"][0]["losses"] == pytest.approx(runs["zero_infinity"][0]["losses"], rel=LOSS_TOLERANCE)
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestSweep:

@@ -29,7 +29,8 @@ from hoist.tools.bench.sides.running import Side, hoist_side, import_tree, run_s
 from hoist.tools.bench.sides.sleeping import sleeping_config
 from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
 from hoist.tools.bench.sweeping import Trial, sweep
-from hoist.tools.errors import BenchError
+from hoist.tools.errors import BenchError, ModelSourceError
+from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.text import ModelTokenizer
 
 #: Of the model whose layers sleep: all that computes is small.
@@ -41,6 +42,9 @@ COLUMNS = (
     Column(key="zero_infinity", title="ZeRO-Infinity"),
     Column(key="ratio", title="times"),
 )
+
+#: Of a run that tries a setting; the first is not counted.
+_TRIAL_STEPS = 3
 
 Told = Callable[[str, int, int], None]
 
@@ -94,10 +98,12 @@ def run(
 ) -> Outcome:
     """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
 
-    Raises BenchError if DeepSpeed's environment cannot be made, a side fails, or their results may not be compared.
-    Nothing is left behind but the environment.
+    Raises ModelSourceError if there is no such model, BenchError if DeepSpeed's environment cannot be made, a side
+    fails, or their results may not be compared. Nothing is left behind but the environment.
     """
     request = replace(request, directory=request.directory.absolute())
+    if request.model is not None and not (request.model / SINGLE_FILE).is_file():
+        raise ModelSourceError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with weights in it")
     python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
     with ExitStack() as cleanup:
         folder = Path(
@@ -114,13 +120,22 @@ def run(
                 side, Job(work=task, directory=str(folder / "run"), options=dict(options)), check=check
             )
 
+        hoist_options = {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
         trials: list[Trial] = []
         knobs: Mapping[str, Any] = request.knobs or {}
         if request.sweeps:
-            knobs, trials = sweep(
-                lambda options: run_one(theirs, options, replace(work, num_steps=min(3, work.num_steps))), knobs, told
-            )
-        hoist_options = {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
+            short = replace(work, num_steps=min(_TRIAL_STEPS, work.num_steps))
+            # First, as a budget that is too small is refused here; and a setting that trains something else is no
+            # setting.
+            told("running hoist's side", 0, 0)
+            right = run_one(ours, hoist_options, short)
+
+            def tried(options: Mapping[str, Any]) -> SideResult:
+                result = run_one(theirs, options, short)
+                refuse_unless_comparable([right, result])
+                return result
+
+            knobs, trials = sweep(tried, knobs, told)
         told("comparing", 0, 2 * request.num_rounds)
         found = interleaved(
             {"hoist": lambda: run_one(ours, hoist_options), "zero_infinity": lambda: run_one(theirs, knobs)},

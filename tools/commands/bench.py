@@ -310,12 +310,16 @@ def bench_optim(
     "zero-infinity", epilog="Example:  [bold]hoist bench zero-infinity /mnt/nvme --hidden 1024 --layers 8[/]"
 )
 def bench_zero_infinity(
-    directory: Annotated[Path, typer.Argument(help="Directory on the drive.")] = Path(),
+    directory: Annotated[
+        Path, typer.Argument(help="Directory on the drive.", exists=True, file_okay=False, writable=True)
+    ] = Path(),
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A Hugging Face directory with weights, not a Llama shape.")
     ] = None,
     hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Of the Llama shape; its vocabulary is 8 N.")] = 1024,
-    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Of the shape, or those that sleep (12).")] = 0,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of the shape (8), or those that sleep (12).")
+    ] = None,
     sleep: Annotated[bool, typer.Option("--sleep", help="Layers that sleep stand in for an accelerator.")] = False,
     layer_elements: Annotated[int, typer.Option(metavar="N", help="Weights of a layer that sleeps.")] = 2**24,
     forward_ms: Annotated[float, typer.Option(metavar="MS", min=0.0, help="It sleeps so long in the forward.")] = 10.0,
@@ -349,12 +353,17 @@ def bench_zero_infinity(
     Same weights, tokens, optimizer, type and drive; losses that differ, or a warm page cache, refuse the comparison.
     DeepSpeed gets an environment of its own, which needs libaio-dev and g++.
     """
+    from hoist.scheduler.errors import ConfigError
     from hoist.tools.bench import zero_infinity
     from hoist.tools.bench.sides.environment import default_directory
     from hoist.tools.bench.sides.job import Sleep
 
     asleep = None
     if sleep:
+        if layer_elements < zero_infinity.SLEEPING_HIDDEN or layer_elements % zero_infinity.SLEEPING_HIDDEN:
+            raise ConfigError(
+                f"--layer-elements: {layer_elements} is not a positive multiple of {zero_infinity.SLEEPING_HIDDEN}"
+            )
         asleep = Sleep(
             num_layers=layers or 12, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
             backward_seconds=backward_ms / 1e3,

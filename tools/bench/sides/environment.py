@@ -24,8 +24,11 @@ EXTRA = "bench"
 DEFAULT_REQUIREMENTS = ("deepspeed==0.19.8", "ninja>=1.11")
 #: Written last, so that an environment that was begun and not finished is known as such.
 _MARK = "hoist-bench.txt"
+#: In the environment: where operations are compiled to. The place that torch has for all environments of a user is
+#: compiled anew for each of them in turn, and a lock left there by a process that was killed stops everyone for ever.
+_EXTENSIONS = "extensions"
 #: DeepSpeed compiles these when they are first used.
-_OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder")
+_OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder")
 _POLL_SECONDS = 0.2
 _LIBAIO = Path("/usr/include/libaio.h")
 
@@ -62,9 +65,16 @@ def missing_tools() -> tuple[str, ...]:
 
 def deepspeed_side(python: Path, import_path: Path) -> Side:
     """ZeRO-Infinity's side, in an environment that was made."""
+    # What hoist tells OpenMP for its own lanes, when it is imported, is not DeepSpeed's.
     return Side(
-        module="deepspeed_side", python=python, import_path=import_path, environment={"DS_ACCELERATOR": "cpu"}
-    )
+        module="deepspeed_side", python=python, import_path=import_path, environment=_variables(python.parent.parent),
+        without=("GOMP_SPINCOUNT",),
+    )  # fmt: skip
+
+
+def _variables(directory: Path) -> dict[str, str]:
+    """Of every process in the environment."""
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(directory / _EXTENSIONS)}
 
 
 def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda what: None) -> Path:
@@ -81,7 +91,7 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
             f"apt-get install {' '.join(lacking)}"
         )
     python = directory / "bin" / "python"
-    if python.exists() and _is_complete(directory):
+    if is_made(directory):
         return python
     told("making an environment for DeepSpeed")
     shutil.rmtree(directory, ignore_errors=True)
@@ -102,9 +112,10 @@ def _wanted() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_complete(directory: Path) -> bool:
+def is_made(directory: Path) -> bool:
+    """Whether the environment is there, finished, and of the versions that are wanted now."""
     mark = directory / _MARK
-    return mark.exists() and mark.read_text() == _wanted()
+    return (directory / "bin" / "python").exists() and mark.exists() and mark.read_text() == _wanted()
 
 
 def _write_mark(directory: Path) -> None:
@@ -146,7 +157,7 @@ def _compile(python: Path, check: Check) -> None:
     program = "import deepspeed.ops.op_builder as builders\n" + "".join(
         f"builders.{name}().load()\n" for name in _OPERATIONS
     )
-    code, said = _call([str(python), "-c", program], check, {"DS_ACCELERATOR": "cpu"})
+    code, said = _call([str(python), "-c", program], check, _variables(python.parent.parent))
     if code:
         raise BenchError(f"DeepSpeed's operations could not be compiled: {_last_error(said)}")
 

@@ -40,6 +40,8 @@ class Side:
     """Where `hoist.tools.bench.sides` is found from there."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it has besides those of this process."""
+    without: tuple[str, ...] = ()
+    """Variables of this process that it does not have."""
 
 
 def hoist_side() -> Side:
@@ -90,8 +92,8 @@ def run_side(side: Side, job: Job, *, check: Callable[[], None] = lambda: None) 
 
 def _run(side: Side, folder: Path, said: Path, check: Callable[[], None]) -> int:
     surroundings = dict(os.environ)
-    # Another environment's own packages must not be shadowed by this one's.
-    surroundings.pop("PYTHONHOME", None)
+    for name in ("PYTHONHOME", *side.without):
+        surroundings.pop(name, None)
     surroundings |= {"PYTHONPATH": str(side.import_path), **side.environment}
     surroundings["PATH"] = os.pathsep.join((str(side.python.parent), surroundings.get("PATH", os.defpath)))
     command = [
