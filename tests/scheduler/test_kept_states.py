@@ -91,8 +91,8 @@ def test_with_everything_kept_the_drive_is_silent_between_commits(plan: Order, t
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("delay", [0.0, 0.5, 1.0])
 def test_a_steady_step_moves_what_the_formula_says(share: float, delay: float, tmp_path: Path) -> None:
-    """12 bytes written by an update, 8 read for it, or 12 if it finds no weights in a buffer, and 4 for a visit that finds
-    none: less what is kept, weights or moments. The manager's counters say how much was saved.
+    """12 bytes written by an update, 8 read for it, or 12 if it finds no weights in a buffer, and 4 for a visit that
+    finds none: less what is kept, weights or moments. The manager's counters say how much was saved.
     """
     steps = make_steps(4, 2)
     engine = Engine(

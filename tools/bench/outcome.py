@@ -143,6 +143,12 @@ def column_texts(key: str, values: Sequence[Any]) -> tuple[str, list[str]]:
     return unit, [_text(value, size, decimals) for value in values]
 
 
+def shown(key: str, value: Any) -> str:
+    """A value alone, with the unit that its key has; empty for None."""
+    unit, (text,) = column_texts(key, [value])
+    return f"{text} {unit}".strip()
+
+
 def _unit(key: str, sizes: Sequence[float]) -> tuple[str, float]:
     """The unit in which a column's amounts, all above 0, read best, and its size."""
     for ending, units in _UNITS:

@@ -26,15 +26,12 @@ from hoist.tools.bench.sides.deepspeed_side import Knobs
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
 from hoist.tools.bench.sides.running import Side, hoist_side, import_tree, run_side
-from hoist.tools.bench.sides.sleeping import sleeping_config
+from hoist.tools.bench.sides.sleeping import sleeping_config, write_checkpoint
 from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
 from hoist.tools.bench.sweeping import Trial, sweep
 from hoist.tools.errors import BenchError, ModelSourceError
 from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.text import ModelTokenizer
-
-#: Of the model whose layers sleep: all that computes is small.
-SLEEPING_HIDDEN, SLEEPING_VOCAB = 64, 512
 
 COLUMNS = (
     Column(key="measure", title=""),
@@ -156,10 +153,12 @@ def _work(request: Request, folder: Path) -> Work:
         tokenizer = ModelTokenizer.find(model)
     else:
         if request.sleep is not None:
-            config = sleeping_config(request.sleep, hidden=SLEEPING_HIDDEN, vocab=SLEEPING_VOCAB)
+            config = sleeping_config(request.sleep)
+            model.mkdir()
+            write_checkpoint(model, request.sleep)
         else:
             config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
-        make_checkpoint(model, config, sleep=request.sleep)
+            make_checkpoint(model, config)
     tokens = folder / "tokens.npy"
     a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
     if request.data is not None:

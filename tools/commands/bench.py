@@ -5,7 +5,6 @@ Errors become one line in `exits.py`.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -357,13 +356,12 @@ def bench_zero_infinity(
     from hoist.tools.bench import zero_infinity
     from hoist.tools.bench.sides.environment import default_directory
     from hoist.tools.bench.sides.job import Sleep
+    from hoist.tools.bench.sides.sleeping import HIDDEN
 
     asleep = None
     if sleep:
-        if layer_elements < zero_infinity.SLEEPING_HIDDEN or layer_elements % zero_infinity.SLEEPING_HIDDEN:
-            raise ConfigError(
-                f"--layer-elements: {layer_elements} is not a positive multiple of {zero_infinity.SLEEPING_HIDDEN}"
-            )
+        if layer_elements < HIDDEN or layer_elements % HIDDEN:
+            raise ConfigError(f"--layer-elements: {layer_elements} is not a positive multiple of {HIDDEN}")
         asleep = Sleep(
             num_layers=layers or 12, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
             backward_seconds=backward_ms / 1e3,

@@ -19,7 +19,7 @@ from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_sa
 from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import fsdp_side, in_memory, torch_side
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
-from hoist.tools.bench.sides.sleeping import sleeping_config
+from hoist.tools.bench.sides.sleeping import write_checkpoint
 from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError
@@ -75,7 +75,8 @@ def test_other_numbers_give_other_losses(work: Work, trained: SideResult, tmp_pa
 
 def test_layers_that_sleep_are_trained_too(tmp_path: Path) -> None:
     sleep = Sleep(num_layers=2, layer_elements=64 * 64, forward_seconds=0.0, backward_seconds=0.0)
-    make_checkpoint(tmp_path / "model", sleeping_config(sleep, hidden=64, vocab=512), sleep=sleep)
+    (tmp_path / "model").mkdir()
+    write_checkpoint(tmp_path / "model", sleep)
     np.save(tmp_path / "tokens.npy", np.tile(np.arange(8), 2))  # the same step twice
     asleep = Work(
         model=str(tmp_path / "model"), tokens=str(tmp_path / "tokens.npy"), seq_len=8, micro_batch_size=1,

@@ -24,7 +24,7 @@ from tests.support.commands import hoist
 
 MACHINE = Machine(
     processor="A <fine> processor", cores=2, threads=2, memory_bytes=2**34, accelerators=(), kernel="6.1",
-    directory="/", file_system="ext4", versions={"hoist": "0"}, load=0.0, made="2026-01-01 00:00 UTC",
+    directory="/", file_system="ext4", drives=(), versions={"hoist": "0"}, load=0.0, made="2026-01-01 00:00 UTC",
 )  # fmt: skip
 COLUMNS = {"engine": "engine", "depth": "in flight", "read_bytes_per_second": "read", "fio_ratio": "read / fio"}
 

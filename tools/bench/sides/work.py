@@ -13,14 +13,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hoist.tools.bench.sides.job import Sleep
-from hoist.tools.bench.sides.sleeping import let_layers_sleep
 from hoist.tools.errors import BenchError
 from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.text import ByteTokenizer, TextTokenizer, stdlib_sources
 
 
-def make_checkpoint(directory: Path, config: PreTrainedConfig, *, sleep: Sleep | None = None, seed: int = 0) -> None:
+def make_checkpoint(directory: Path, config: PreTrainedConfig, *, seed: int = 0) -> None:
     """Write a model of ``config`` with weights as transformers initialises them, in one float32 file.
 
     It is made in memory. torch's random state is kept.
@@ -29,8 +27,6 @@ def make_checkpoint(directory: Path, config: PreTrainedConfig, *, sleep: Sleep |
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
-        if sleep is not None:
-            let_layers_sleep(model, sleep, device=None)
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     # Parameters that are tied are named once.
