@@ -30,6 +30,8 @@ _EXTENSIONS = "extensions"
 #: DeepSpeed compiles these when they are first used.
 _OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder")
 _POLL_SECONDS = 0.2
+#: Of a line of what failed: a compiler's has its whole command.
+_MAX_CHARACTERS = 400
 _LIBAIO = Path("/usr/include/libaio.h")
 
 Check = Callable[[], None]
@@ -191,4 +193,4 @@ def _call(
 def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["it said nothing"])[-1][:_MAX_CHARACTERS]
