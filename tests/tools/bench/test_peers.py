@@ -130,7 +130,7 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         "torch", "torch,", "FSDP2", "torchao",
     ]  # fmt: skip
     assert "torchao does not run here: it wants a GPU" in told
-    assert "99.9 s" in told
+    assert "99.9" in told
 
 
 def test_a_whole_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
