@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hoist.tiers.io.base import IO_ALIGN_BYTES
+from hoist.tools.bench.children import in_words
 from hoist.tools.bench.passes import DriveBytes, DriveWork, Way, reserved_file
 from hoist.tools.errors import BenchError
 
 #: fio's I/O engines that are tried.
 ENGINES = ("libaio", "io_uring")
-_TIMEOUT_SECONDS = 300
+#: It hangs if it takes longer, and longer than a very slow drive.
+_TIMEOUT_SECONDS, _SLOW_BYTES_PER_SECOND = 300, 10e6
 
 
 def installed() -> bool:
@@ -68,7 +70,7 @@ def _run(
             offset, num_bytes = extent
             command += [f"--name={how}", f"--rw={how}", f"--offset={offset}", f"--size={num_bytes}", *more]
     counted = DriveBytes(children=True)
-    jobs = _jobs(command, engine)
+    jobs = _jobs(command, engine, limit_seconds=_TIMEOUT_SECONDS + work.num_bytes / _SLOW_BYTES_PER_SECOND)
     moved = {how: sum(int(job[how]["io_bytes"]) for job in jobs) for how in ("read", "write")}
     asked = (read[1] if read else 0, write[1] if write else 0)
     if (moved["read"], moved["write"]) != asked:
@@ -78,14 +80,14 @@ def _run(
     return sum(asked) / (max(1, *(int(job["job_runtime"]) for job in jobs)) / 1000)
 
 
-def _jobs(command: list[str], engine: str) -> list[dict[str, Any]]:
+def _jobs(command: list[str], engine: str, *, limit_seconds: float) -> list[dict[str, Any]]:
     try:
         # In a session of its own, Ctrl-C leaves it to end by itself, in a second or so, and hoist tells of the stop.
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False, start_new_session=True
+            command, capture_output=True, text=True, timeout=limit_seconds, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired as error:
-        raise BenchError(f"fio --ioengine={engine}: did not end within {_TIMEOUT_SECONDS} s") from error
+        raise BenchError(f"fio --ioengine={engine}: did not end within {in_words(limit_seconds)}") from error
     if ended.returncode:
         reason = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
         raise BenchError(f"fio --ioengine={engine}: {reason[-1] if reason else f'exit code {ended.returncode}'}")

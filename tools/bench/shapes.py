@@ -13,18 +13,35 @@ import torch
 from transformers import LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hoist.scheduler.errors import ConfigError
+
+#: Width of a head of the shape.
+HEAD_WIDTH = 64
+
 
 def model_config(*, hidden: int, layers: int, vocab: int) -> LlamaConfig:
-    """The Llama shape that is measured: intermediate is 8/3 of hidden, cut to a multiple of 64; untied."""
+    """The Llama shape that is measured: intermediate is 8/3 of hidden, cut to a multiple of 64; untied.
+
+    Raises ConfigError if ``hidden`` is no multiple of :data:`HEAD_WIDTH`.
+    """
+    if hidden < HEAD_WIDTH or hidden % HEAD_WIDTH:
+        raise ConfigError(f"--hidden: {hidden} is not a multiple of {HEAD_WIDTH}, the width of a head")
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
+        num_attention_heads=hidden // HEAD_WIDTH,
         intermediate_size=hidden * 8 // 3 // 64 * 64,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
+
+
+def refuse_longer(config: PreTrainedConfig, seq_len: int) -> None:
+    """Raise ConfigError if the model has no positions for so many tokens."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(f"--seq-len: {seq_len} is longer than the {longest} positions that the model has")
 
 
 def batches(config: PreTrainedConfig, shape: tuple[int, int, int]) -> Iterator[list[dict[str, torch.Tensor]]]:

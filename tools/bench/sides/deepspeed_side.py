@@ -145,8 +145,7 @@ def run(job: Job) -> SideResult:
                 AutoConfig.from_pretrained(work.model, local_files_only=True), attn_implementation="sdpa",
                 dtype=torch.float32,
             )  # fmt: skip
-            if work.sleep is not None:
-                let_layers_sleep(model, work.sleep, device=None)
+            watch = None if work.sleep is None else let_layers_sleep(model, work.sleep, device=None)
         parameters = dict(model.named_parameters())
         if parameters.keys() - names:
             raise ValueError(f"{weights_file(work)}: lacks {', '.join(sorted(parameters.keys() - names)[:3])}")
@@ -169,6 +168,7 @@ def run(job: Job) -> SideResult:
                     engine.backward(loss)
                     engine.step()
             losses.append(total / work.num_micro_batches)
+        peak_bytes = memory.peak_bytes
         files = counters.files_below(folder)
         stored_bytes, cached_bytes = counters.stored_bytes(files), counters.cached_bytes(files)
         save_seconds, refused = _save(engine, folder / "checkpoint")
@@ -190,7 +190,8 @@ def run(job: Job) -> SideResult:
         startup_seconds=startup_seconds,
         save_seconds=save_seconds,
         baseline_bytes=baseline_bytes,
-        peak_bytes=memory.peak_bytes,
+        peak_bytes=peak_bytes,
+        layer_calls=None if watch is None else watch.take().num_calls,
         details={
             # A master weight and two moments of each parameter, of four bytes, a step; of parameters themselves, those
             # of a small tensor stay in memory. Moments are made by the first step.
@@ -236,6 +237,7 @@ def _applied(work: Work, engine: Any, model: Any, *, num_steps: int) -> Work:
         dtype=" and ".join(sorted(dtypes)),
         activation_checkpointing=bool(model.is_gradient_checkpointing),
         num_threads=torch.get_num_threads(),
+        attention=str(model.config._attn_implementation),
     )
 
 

@@ -5,15 +5,17 @@ What it takes is hoist's extra `bench`; what it is used for is in `deepspeed_sid
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
-import subprocess
+import sys
 import tempfile
-import venv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from hoist.tools.bench.children import run_child
 from hoist.tools.bench.sides.running import Side
 from hoist.tools.errors import BenchError
 
@@ -22,6 +24,12 @@ SHARED = ("torch", "transformers", "safetensors", "numpy")
 EXTRA = "bench"
 #: The extra's content, for a checkout that is not installed; a test compares them.
 DEFAULT_REQUIREMENTS = ("deepspeed==0.19.8", "ninja>=1.11")
+#: What DeepSpeed brings that hoist does not: exact versions make the environment the same each time.
+_PINNED = (
+    "einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4", "ninja==1.13.2", "py-cpuinfo==9.0.0", "pydantic==2.14.4",
+)  # fmt: skip
+#: A virtual environment comes with its own.
+_UNPINNED = ("pip", "setuptools", "wheel")
 #: Written last, so that an environment that was begun and not finished is known as such.
 _MARK = "hoist-bench.txt"
 #: In the environment: where operations are compiled to. The place that torch has for all environments of a user is
@@ -29,9 +37,12 @@ _MARK = "hoist-bench.txt"
 _EXTENSIONS = "extensions"
 #: DeepSpeed compiles these when they are first used.
 _OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder")
-_POLL_SECONDS = 0.2
+#: Of one call of pip, or of the compiler.
+_LIMIT_SECONDS = 2 * 3600.0
 #: Of a line of what failed: a compiler's has its whole command.
 _MAX_CHARACTERS = 400
+#: What pip says where there is no network.
+_UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")
 _LIBAIO = Path("/usr/include/libaio.h")
 
 Check = Callable[[], None]
@@ -83,8 +94,24 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
     """The environment's Python: made if it is not there, or was left unfinished, or has other versions.
 
     ``told`` says what is being done. Raises BenchError, in one line, if the machine lacks what DeepSpeed is compiled
-    with, or pip fails; an unfinished environment is made anew the next time.
+    with, the place cannot be used, another process makes it now, or pip fails; an unfinished environment is made anew
+    the next time.
     """
+    refuse(directory)
+    if not is_made(directory):
+        try:
+            with _alone(directory):
+                if not is_made(directory):
+                    _make(directory, check, told)
+        except OSError as error:
+            raise BenchError(
+                f"--environment {directory}: cannot be made: {error.strerror or error}; name another place"
+            ) from error
+    return directory / "bin" / "python"
+
+
+def refuse(directory: Path) -> None:
+    """Raise BenchError if the environment cannot be made there, as far as can be seen at once."""
     _refuse_foreign(directory)
     lacking = missing_tools()
     if lacking:
@@ -92,20 +119,37 @@ def prepare(directory: Path, *, check: Check = lambda: None, told: Told = lambda
             f"DeepSpeed compiles its operations, for which this machine lacks {' and '.join(lacking)}: "
             f"apt-get install {' '.join(lacking)}"
         )
-    python = directory / "bin" / "python"
-    if is_made(directory):
-        return python
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else makes the environment meanwhile; the kernel gives the lock back when this process ends."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f".{directory.name}.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BenchError(
+                f"--environment {directory}: another process makes it now; wait for that, or name another place"
+            ) from None
+        yield
+
+
+def _make(directory: Path, check: Check, told: Told) -> None:
+    """From nothing. The mark, empty, comes first, so that what is left of an attempt that was killed is known."""
     told("making an environment for DeepSpeed")
     shutil.rmtree(directory, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    venv.EnvBuilder(with_pip=True, symlinks=True).create(directory)
+    directory.mkdir(exist_ok=True)
     (directory / _MARK).touch()
+    code, said = _call([sys.executable, "-m", "venv", str(directory)], check)
+    if code:
+        raise BenchError(f"python -m venv {directory}: {_last_error(said)}; Debian has it in python3-venv")
+    python = directory / "bin" / "python"
     told("installing DeepSpeed")
     _install(python, check)
     told("compiling DeepSpeed's operations")
     _compile(python, check)
     _write_mark(directory)
-    return python
 
 
 def _wanted() -> str:
@@ -115,9 +159,15 @@ def _wanted() -> str:
 
 
 def is_made(directory: Path) -> bool:
-    """Whether the environment is there, finished, and of the versions that are wanted now."""
-    mark = directory / _MARK
-    return (directory / "bin" / "python").exists() and mark.exists() and mark.read_text() == _wanted()
+    """Whether the environment is there, finished, of the versions that are wanted now, and of a Python that is still
+    there."""
+    try:
+        made_of = (directory / _MARK).read_text()
+        (packages,) = directory.glob("lib/python*")
+        interpreter = (directory / "bin" / packages.name).resolve(strict=True)
+    except (OSError, ValueError):
+        return False
+    return interpreter.is_file() and (directory / "bin" / "python").exists() and made_of == _wanted()
 
 
 def _write_mark(directory: Path) -> None:
@@ -128,17 +178,26 @@ def _write_mark(directory: Path) -> None:
 
 def _refuse_foreign(directory: Path) -> None:
     """Only what this module has made is ever removed."""
-    if directory.exists() and any(directory.iterdir()) and not (directory / _MARK).exists():
+    if not directory.exists():
+        return
+    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / _MARK).exists()):
         raise BenchError(
             f"--environment {directory}: is there, and is no environment that hoist made; name another place"
         )
+
+
+def constraint_lines() -> list[str]:
+    """Exact versions for pip: of what is also here, those that are here."""
+    pinned = dict(line.split("==") for line in _PINNED)
+    here = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions() if one.name}
+    return [f"{name}=={version}" for name, version in sorted({**here, **pinned}.items()) if name not in _UNPINNED]
 
 
 def _install(python: Path, check: Check) -> None:
     with tempfile.TemporaryDirectory(prefix="hoist-bench-") as folder:
         constraints = Path(folder) / "constraints.txt"
         versions = [f"{name}=={importlib.metadata.version(name)}" for name in SHARED]
-        constraints.write_text("\n".join(versions) + "\n")
+        constraints.write_text("\n".join(constraint_lines()) + "\n")
         # DeepSpeed's own build looks at torch, so that comes first.
         for packages in (versions, list(requirements())):
             _pip(python, ["-c", str(constraints), *packages], check)
@@ -152,7 +211,9 @@ def _pip(python: Path, arguments: Sequence[str], check: Check) -> None:
     if code and build:
         code, said = _call([*command, "--extra-index-url", f"https://download.pytorch.org/whl/{build}"], check)
     if code:
-        raise BenchError(f"pip could not install {' '.join(arguments[2:])}: {_last_error(said)}")
+        unreachable = any(words in said for words in _UNREACHABLE)
+        why = "no package index could be reached" if unreachable else _last_error(said)
+        raise BenchError(f"pip could not install {' '.join(arguments[2:])}: {why}")
 
 
 def _compile(python: Path, check: Check) -> None:
@@ -172,22 +233,12 @@ def _call(
     surroundings = {**os.environ, "PATH": path, **(environment or {})}
     surroundings.pop("PYTHONPATH", None)
     with tempfile.TemporaryFile(prefix="hoist-bench-") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=surroundings,
-            start_new_session=True,
+        code = run_child(
+            command, what="DeepSpeed's environment", output=output, environment=surroundings,
+            limit_seconds=_LIMIT_SECONDS, check=check,
         )  # fmt: skip
-        try:
-            while process.poll() is None:
-                try:
-                    process.wait(timeout=_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    check()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-                process.wait()
         output.seek(0)
-        return process.returncode, output.read().decode(errors="replace")
+        return code, output.read().decode(errors="replace")
 
 
 def _last_error(said: str) -> str:

@@ -30,7 +30,7 @@ from hoist.tiers.layout import StageLayout
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
-from hoist.tools.bench.sides.sleeping import let_layers_sleep
+from hoist.tools.bench.sides.sleeping import Watch, let_layers_sleep
 from hoist.tools.import_weights import checkpoint_dtypes, checkpoint_weights
 from hoist.tools.presets import ModelSource, load_model_source
 
@@ -51,15 +51,14 @@ def trainer_config(work: Work, options: dict[str, Any]) -> TrainerConfig:
     )
 
 
-def staged_model(work: Work, source: ModelSource) -> StagedModel:
-    """The work's model in stages, its layers asleep where the work says so."""
+def staged_model(work: Work, source: ModelSource) -> tuple[StagedModel, Watch | None]:
+    """The work's model in stages; its layers asleep where the work says so, and what then keeps their time."""
     model = build_model(source.config)
-    if work.sleep is not None:
-        let_layers_sleep(model, work.sleep)
+    watch = None if work.sleep is None else let_layers_sleep(model, work.sleep)
     staged = split(model)
     if source.checkpoint is not None:
         staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
-    return staged
+    return staged, watch
 
 
 def run(job: Job) -> SideResult:
@@ -77,7 +76,7 @@ def run(job: Job) -> SideResult:
     config = trainer_config(work, job.options)
     steps, metrics = counters.Steps(), list[StepMetrics]()
     with counters.PeakMemory() as memory, choose_engine(job.options.get("io", "auto")) as engine:
-        model = staged_model(work, source)
+        model, watch = staged_model(work, source)
         setup = prepare(model, lay_out_stages(model), config)
         store = create_store(
             folder / "store", model=model, setup=setup, engine=engine,
@@ -86,6 +85,8 @@ def run(job: Job) -> SideResult:
         with store, Trainer(model=model, store=store, engine=engine, config=config, setup=setup) as trainer:
             startup_seconds = counters.process_seconds()
             counters.drop_cache(counters.files_below(folder))
+            if watch is not None:
+                watch.take()  # nothing from before the first step counts
             for number in range(work.num_steps):
                 batches = [{"input_ids": ids, "labels": ids} for ids in windows.step(number)]
                 with steps.measured():
@@ -93,12 +94,15 @@ def run(job: Job) -> SideResult:
             began = time.perf_counter()
             trainer.wait()
             waited = time.perf_counter()
+            peak_bytes = memory.peak_bytes
+            layer_calls = None if watch is None else watch.take().num_calls
             files = counters.files_below(folder)
             stored_bytes, cached_bytes = counters.stored_bytes(files), counters.cached_bytes(files)
             committing = time.perf_counter()
             trainer.commit()
             save_seconds = time.perf_counter() - committing + waited - began
-            applied = _applied(work, trainer)
+            trained_loss = trainer.evaluate([{"input_ids": ids, "labels": ids} for ids in windows.step(0)]).loss
+            applied = _applied(work, trainer, model)
             blank_bytes = sum(_blank_bytes(layout) for layout in store.layouts)
             kept_bytes = trainer.memory.kept_bytes
     return SideResult(
@@ -115,7 +119,9 @@ def run(job: Job) -> SideResult:
         startup_seconds=startup_seconds,
         save_seconds=save_seconds,
         baseline_bytes=baseline_bytes,
-        peak_bytes=memory.peak_bytes,
+        peak_bytes=peak_bytes,
+        trained_loss=trained_loss,
+        layer_calls=layer_calls,
         details={
             "least_read_bytes": max(0, sum(one.nvme_read_bytes for one in metrics) - blank_bytes),
             "busy_seconds": [one.busy_seconds for one in metrics],
@@ -126,7 +132,7 @@ def run(job: Job) -> SideResult:
     )
 
 
-def _applied(work: Work, trainer: Trainer) -> Work:
+def _applied(work: Work, trainer: Trainer, model: StagedModel) -> Work:
     config = trainer.config
     return replace(
         work,
@@ -140,6 +146,7 @@ def _applied(work: Work, trainer: Trainer) -> Work:
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.clip_norm,
         num_threads=torch.get_num_threads(),
+        attention=str(model.config._attn_implementation),
     )
 
 

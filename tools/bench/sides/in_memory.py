@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up, weights_file
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
-from hoist.tools.bench.sides.sleeping import let_layers_sleep
+from hoist.tools.bench.sides.sleeping import Watch, let_layers_sleep
 
 #: Makes a loaded model what the side trains, and its optimizer.
 Prepare = Callable[[PreTrainedModel, Work], torch.optim.Optimizer]
@@ -58,7 +58,7 @@ def train(name: str, job: Job, prepare: Prepare) -> SideResult:
     baseline_bytes = warm_up()
     steps, losses = counters.Steps(), list[float]()
     with counters.PeakMemory() as memory:
-        model = load(work)
+        model, watch = load(work)
         optimizer = prepare(model, work)
         startup_seconds = counters.process_seconds()
         for number in range(work.num_steps):
@@ -66,6 +66,7 @@ def train(name: str, job: Job, prepare: Prepare) -> SideResult:
             with steps.measured():
                 losses.append(one_step(model, optimizer, batches, clip_norm=work.clip_norm))
         peak_bytes = memory.peak_bytes
+    layer_calls = None if watch is None else watch.take().num_calls
     return SideResult(
         name=name,
         work=_applied(work, model, optimizer),
@@ -81,16 +82,20 @@ def train(name: str, job: Job, prepare: Prepare) -> SideResult:
         save_seconds=save(model, optimizer, Path(job.directory)),
         baseline_bytes=baseline_bytes,
         peak_bytes=peak_bytes,
+        trained_loss=loss_of(model, windows.step(0)),
+        layer_calls=layer_calls,
     )
 
 
-def load(work: Work) -> PreTrainedModel:
-    """The work's model with its first weights, in memory, in training mode; with checkpointing if the work wants it."""
+def load(work: Work) -> tuple[PreTrainedModel, Watch | None]:
+    """The work's model with its first weights, in memory, in training mode; with checkpointing if the work wants it.
+
+    Also what keeps its layers' time, where they sleep.
+    """
     dtype = getattr(torch, work.dtype)
     config = AutoConfig.from_pretrained(work.model, local_files_only=True)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    if work.sleep is not None:
-        let_layers_sleep(model, work.sleep, device="cpu")
+    watch = None if work.sleep is None else let_layers_sleep(model, work.sleep, device="cpu")
     missing, unknown = model.load_state_dict(load_file(weights_file(work)), strict=False)  # tied ones are in it once
     wrong = [*unknown, *(name for name, _ in model.named_parameters() if name in missing)]
     if wrong:
@@ -100,7 +105,7 @@ def load(work: Work) -> PreTrainedModel:
         # older transformers have it under a name that newer ones warn of
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return model
+    return model, watch
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -133,6 +138,16 @@ def one_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss
+
+
+def loss_of(model: PreTrainedModel, step: Sequence[Tensor]) -> float:
+    """The mean loss over a step's labels, without an update."""
+    num_items = sum(ids[:, 1:].numel() for ids in step)
+    model.eval()
+    with torch.no_grad():
+        return sum(
+            float(model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss) for ids in step
+        )
 
 
 def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> float:
@@ -172,4 +187,5 @@ def _applied(work: Work, model: PreTrainedModel, optimizer: torch.optim.Optimize
         dtype=" and ".join(sorted(dtypes)),
         activation_checkpointing=any(getattr(each, "gradient_checkpointing", False) for each in layers(model)),
         num_threads=torch.get_num_threads(),
+        attention=str(model.config._attn_implementation),
     )

@@ -51,6 +51,8 @@ class Work:
     """Layers are computed again in the backward."""
     num_threads: int = 1
     """torch's, within an operation."""
+    attention: str = "sdpa"
+    """Its implementation, as transformers names it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +94,11 @@ class SideResult:
     baseline_bytes: int
     """Anonymous and shared resident memory after imports and a first tiny step of torch."""
     peak_bytes: int
-    """Most of it since."""
+    """Most of it since, until the last step has ended: a checkpoint is not yet saved."""
+    trained_loss: float | None = None
+    """Of the first step's ids once more, after all updates; None: not looked at."""
+    layer_calls: int | None = None
+    """Forwards and backwards that slept in all steps; None where layers compute."""
     details: dict[str, Any] = field(default_factory=dict)
     """What this side alone can tell: busy and stalled seconds per lane."""
 

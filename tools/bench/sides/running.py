@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +17,14 @@ from pathlib import Path
 
 import hoist
 from hoist.tools.bench import sides
+from hoist.tools.bench.children import run_child
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.job import Job, SideResult, read_result, write_job
+from hoist.tools.bench.sides.judging import refuse_other_work
 from hoist.tools.errors import BenchError
 
-#: Seconds between two looks at whether a signal has come.
-_POLL_SECONDS = 0.2
+#: A side that has not ended then hangs: the longest comparisons that were made took minutes a run.
+LIMIT_SECONDS = 4 * 3600.0
 #: Of a line of a side's error.
 _MAX_CHARACTERS = 400
 
@@ -51,6 +52,12 @@ def hoist_side() -> Side:
     )
 
 
+def plain_side(module: str, import_path: Path) -> Side:
+    """A side in this environment that needs nothing of hoist but this folder, which :func:`import_tree` gives it: what
+    hoist tells OpenMP for its own lanes, when it is imported, is not its."""
+    return Side(module=module, python=Path(sys.executable), import_path=import_path, without=("GOMP_SPINCOUNT",))
+
+
 @contextmanager
 def import_tree(directory: Path) -> Iterator[Path]:
     """A folder for other environments' import path in which `hoist` is there as far as the sides need it: this folder.
@@ -67,30 +74,37 @@ def import_tree(directory: Path) -> Iterator[Path]:
         yield Path(root)
 
 
-def run_side(side: Side, job: Job, *, check: Callable[[], None] = lambda: None) -> SideResult:
+def run_side(
+    side: Side, job: Job, *, limit_seconds: float = LIMIT_SECONDS, check: Callable[[], None] = lambda: None
+) -> SideResult:
     """Run ``job``, whose directory is made, and removed afterwards, whatever happens.
 
     The checkpoint and the ids are taken out of the page cache first, so that each side reads them from the drive.
     ``check`` is called now and then, and may raise: then the process is killed, with all that it has started. Raises
-    BenchError, with the last line of what the side said, if it fails.
+    BenchError, with the last line of what the side said, if it fails, does not end within ``limit_seconds``, or did
+    another work than it was told.
     """
     directory = Path(job.directory)
     directory.mkdir()
     try:
-        counters.drop_cache([*counters.files_below(Path(job.work.model)), Path(job.work.tokens)])
+        # A model's files may be links: those of the Hugging Face cache are.
+        counters.drop_cache([path for path in Path(job.work.model).iterdir() if path.is_file()])
+        counters.drop_cache([Path(job.work.tokens)])
         with tempfile.TemporaryDirectory(prefix="hoist-bench-") as folder:
             write_job(job, Path(folder) / "job.json")
             said = Path(folder) / "said"
-            code = _run(side, Path(folder), said, check)
-            result = Path(folder) / "result.json"
-            if code or not result.exists():
+            code = _run(side, Path(folder), said, limit_seconds, check)
+            path = Path(folder) / "result.json"
+            if code or not path.exists():
                 raise BenchError(f"{side.module}: {_reason(said, code)}")
-            return read_result(result)
+            result = read_result(path)
+            refuse_other_work(job.work, result)
+            return result
     finally:
         shutil.rmtree(directory)
 
 
-def _run(side: Side, folder: Path, said: Path, check: Callable[[], None]) -> int:
+def _run(side: Side, folder: Path, said: Path, limit_seconds: float, check: Callable[[], None]) -> int:
     surroundings = dict(os.environ)
     for name in ("PYTHONHOME", *side.without):
         surroundings.pop(name, None)
@@ -101,26 +115,18 @@ def _run(side: Side, folder: Path, said: Path, check: Callable[[], None]) -> int
         str(folder / "job.json"), str(folder / "result.json"),
     ]  # fmt: skip
     with said.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=surroundings, cwd=folder,
-            start_new_session=True,
+        return run_child(
+            command, what=side.module, output=output, environment=surroundings, limit_seconds=limit_seconds,
+            folder=folder, check=check,
         )  # fmt: skip
-        try:
-            while True:
-                try:
-                    return process.wait(timeout=_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    check()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def _reason(said: Path, code: int) -> str:
     """The last thing that a side said, in one line; what Python adds below an error is passed over."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":", 1)[0] or line.startswith("AssertionError")]
+    if code == -signal.SIGKILL:
+        return "was ended by SIGKILL, as the kernel does where memory is short: give a smaller model or budget"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return ((errors or lines or [f"exit code {code}"])[-1])[:_MAX_CHARACTERS]
