@@ -18,6 +18,7 @@ from hoist.optim.adamw import SEGMENT_ALIGN_ELEMENTS, PieceUpdater, SegmentUpdat
 from hoist.scheduler.errors import ConfigError
 from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
+from hoist.tools.bench.places import refuse_memory
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.errors import BenchError
 
@@ -74,6 +75,12 @@ def run(
     for block in block_elements:
         if block < 1 or block % SEGMENT_ALIGN_ELEMENTS:
             raise ConfigError(f"--block: got {block}, must be a multiple of {SEGMENT_ALIGN_ELEMENTS} elements")
+    # Weights and two moments of each side, the gradient and the first weights that all share, and the copy's two.
+    num_sides = 1 + 2 * len(block_elements)
+    refuse_memory(
+        4 * (3 * num_sides + 4) * num_elements, f"--elements: {num_sides} sides of {num_elements:,} parameters",
+        "give fewer --elements",
+    )  # fmt: skip
     machine = look(Path())
     rows: list[dict[str, Any]] = []
     for number, count in enumerate(threads):

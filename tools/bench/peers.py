@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.children import run_child
+from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, Plot
+from hoist.tools.bench.places import refuse_memory, refuse_place, temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config
+from hoist.tools.bench.shapes import model_config, refuse_longer
 from hoist.tools.bench.sides.job import Job, SideResult, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
-from hoist.tools.bench.sides.running import hoist_side, run_side
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
+from hoist.tools.bench.sides.running import hoist_side, import_tree, plain_side, run_side
+from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, model_of, num_parameters
 from hoist.tools.errors import BenchError
-from hoist.tools.presets import load_model_source
-from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.sizes import show_bytes
 from hoist.tools.text import ModelTokenizer
 
@@ -42,6 +42,14 @@ COLUMNS = (
     Column(key="written_bytes", title="written"),
     Column(key="cannot", title="cannot"),
 )
+
+
+#: On the drive, at most: the weights' file, and hoist's store or a peer's checkpoint.
+_BYTES_PER_PARAMETER = 40
+#: Of a peer's weights, gradients and two moments, at least.
+_MEMORY_BYTES_PER_PARAMETER = 16
+#: A peer that has not trained a tiny model by then hangs.
+_PROBE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,19 +125,20 @@ def run(
 ) -> Outcome:
     """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
 
-    Raises BenchError if a side fails, or results may not be compared. A peer that does not run on this machine has a
-    row that says so. Nothing is left behind.
+    Raises RefusalErrors, which say what cannot be, before anything is made; BenchError if a side fails, or results may
+    not be compared. A peer that does not run on this machine has a row that says so. Nothing is left behind.
     """
     request = replace(request, directory=request.directory.absolute())
-    if not request.directory.is_dir():
-        raise BenchError(f"{request.directory}: is not a directory; make it first, on the drive that is to be measured")
+    config = _checked(request)
+    machine = look(request.directory)
     chosen = {name: peer for name, peer in PEERS.items() if name in request.peers or name == "torch"}
     told("trying the peers", 0, 0)
-    absent = {name: why for name, peer in chosen.items() if (why := why_not(peer)) is not None}
+    absent = {name: why for name, peer in chosen.items() if (why := why_not(peer, check=check)) is not None}
     with ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=request.directory, prefix="hoist-peers-")))
+        folder = cleanup.enter_context(temporary_folder(request.directory))
+        tree = cleanup.enter_context(import_tree(folder))
         told("making the checkpoint", 0, 0)
-        work = _work(request, folder)
+        work = _work(request, config, folder)
         sides: dict[str, Callable[[], SideResult]] = {}
         for budget in request.host_memory_bytes:
             job = Job(work=work, directory=str(folder / "run"), options={"host_memory_bytes": budget})
@@ -139,11 +148,26 @@ def run(
                 job = Job(
                     work=replace(work, activation_checkpointing=peer.checkpointing), directory=str(folder / "run")
                 )
-                sides[name] = partial(run_side, replace(hoist_side(), module=peer.module), job, check=check)
+                sides[name] = partial(run_side, plain_side(peer.module, tree), job, check=check)
         told("comparing", 0, request.num_rounds * len(sides))
         found = interleaved(sides, request.num_rounds, told=partial(told, "comparing"))
     refuse_unless_same(found)
-    return outcome_of(request, work, found, chosen, absent, command)
+    return outcome_of(request, machine, work, found, chosen, absent, command)
+
+
+def _checked(request: Request) -> PreTrainedConfig:
+    """The model's config, of a request that can be carried out, as far as can be seen at once."""
+    if request.model is not None:
+        config = model_of(request.model)
+    else:
+        config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
+    refuse_longer(config, request.seq_len)
+    count = num_parameters(config)
+    refuse_place(request.directory, needed_bytes=_BYTES_PER_PARAMETER * count, on_drive=True)
+    refuse_memory(
+        _MEMORY_BYTES_PER_PARAMETER * count, "peers hold all states in memory", "give a smaller model"
+    )  # fmt: skip
+    return config
 
 
 def refuse_unless_same(found: Mapping[str, Sequence[SideResult]]) -> None:
@@ -159,40 +183,46 @@ def refuse_unless_same(found: Mapping[str, Sequence[SideResult]]) -> None:
                 raise BenchError(f"{name}: activation checkpointing is not {'on' if wanted else 'off'}")
 
 
-def why_not(peer: Peer) -> str | None:
-    """Why a peer does not run on this machine, in its own words; None if it does. Outcomes are kept, so no paths."""
+def why_not(peer: Peer, *, check: Callable[[], None] = lambda: None) -> str | None:
+    """Why a peer does not run on this machine, in its own words; None if it does. Outcomes are kept, so no paths.
+
+    ``check`` is called now and then, and may raise.
+    """
     if peer.needs and importlib.util.find_spec(peer.needs) is None:
         return f"{peer.needs} is not installed; pip install {peer.needs}"
     if not peer.tried:
         return None
     side = hoist_side()
-    tried = subprocess.run(
-        [side.python, "-m", f"hoist.tools.bench.sides.{peer.module}", "--probe"],
-        env={**os.environ, "PYTHONPATH": str(side.import_path)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True, check=False,
-    )  # fmt: skip
-    said = [line for line in tried.stdout.splitlines() if line.strip()]
-    return None if tried.returncode == 0 else (said or [f"exit code {tried.returncode}"])[-1]
+    with tempfile.TemporaryFile(prefix="hoist-bench-") as output:
+        try:
+            code = run_child(
+                [str(side.python), "-m", f"hoist.tools.bench.sides.{peer.module}", "--probe"],
+                what=f"trying {peer.title}", output=output, limit_seconds=_PROBE_SECONDS, check=check,
+                environment={**os.environ, "PYTHONPATH": str(side.import_path)},
+            )  # fmt: skip
+        except BenchError as error:
+            return str(error)
+        output.seek(0)
+        said = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    return None if code == 0 else (said or [f"exit code {code}"])[-1]
 
 
 def _named(budget: int) -> str:
     return f"hoist, {show_bytes(budget)}"
 
 
-def _work(request: Request, folder: Path) -> Work:
+def _work(request: Request, config: PreTrainedConfig, folder: Path) -> Work:
     """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
     model, tokenizer = folder / "model", None
     if request.model is not None:
         model = request.model.absolute()
-        load_model_source(str(model))
-        if not (model / SINGLE_FILE).is_file():
-            raise BenchError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with its weights in one")
         tokenizer = ModelTokenizer.find(model)
     else:
-        make_checkpoint(model, model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden))
+        make_checkpoint(model, config)
     tokens = folder / "tokens.npy"
     a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
-    make_tokens(tokens, request.num_steps * a_step, tokenizer=tokenizer)
+    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+    make_tokens(tokens, request.num_steps * a_step, vocab_size=vocab_size, tokenizer=tokenizer)
     return Work(
         model=str(model),
         tokens=str(tokens),
@@ -207,6 +237,7 @@ def _work(request: Request, folder: Path) -> Work:
 
 def outcome_of(
     request: Request,
+    machine: Machine,
     work: Work,
     found: Mapping[str, Sequence[SideResult]],
     chosen: Mapping[str, Peer],
@@ -214,6 +245,9 @@ def outcome_of(
     command: str,
 ) -> Outcome:
     """The table of results that may be compared."""
+    shape = f"Llama of {request.num_layers} layers, hidden {request.hidden}, random weights"
+    # Files that were made are gone when this is read.
+    work = replace(work, model=str(request.model or shape), tokens="Python's own sources")
     yardstick = [_median_step(one) for one in found["torch"]]
     rows = [
         _row(chosen[name].title if name in chosen else name, chosen.get(name), results, yardstick)
@@ -231,12 +265,12 @@ def outcome_of(
             "losses agree"
         ),
         command=command,
-        machine=look(request.directory),
+        machine=machine,
         settings={
             "work": asdict(work),
             "host_memory_bytes": list(request.host_memory_bytes),
             "rounds": request.num_rounds,
-            "runs": {name: [asdict(one) for one in results] for name, results in found.items()},
+            "runs": {name: keep(results, work) for name, results in found.items()},
         },
         columns=COLUMNS,
         rows=tuple(rows),
@@ -245,6 +279,7 @@ def outcome_of(
             "drive, by the kernel's count",
             *(f"{peer.title}: {peer.why}" for peer in chosen.values()),
             *(f"{chosen[name].title} does not run here: {why}" for name, why in absent.items()),
+            *load_note(machine),
         ),
         plot=Plot(y=("step_seconds", "peak_bytes", "read_bytes"), series=("side",)),
     )

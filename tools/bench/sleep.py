@@ -7,7 +7,6 @@ sleep in it and its I/O alone. What the layers are: `sides/sleeping.py`; with re
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,8 +39,9 @@ from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
 from hoist.tools.bench.lanes import LANES, draw_timeline
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, column_texts
+from hoist.tools.bench.places import refuse_place, temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sides.sleeping import (
@@ -142,6 +142,7 @@ def run(
     host_memory_bytes: Sequence[int] = (),
     rounds: int = 3,
     num_steps: int = 3,
+    lanes: bool = False,
     preset: tuple[str, Preset] | None = None,
     command: str = "hoist bench sleep",
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -150,23 +151,26 @@ def run(
 
     The cases are all of ``micro_batches`` x ``host_memory_bytes`` (none: ``BUDGET_FACTOR`` times the smallest that
     works) x ``runs``. ``preset`` (its name, and what it is) replaces the times in ``sleep`` by those of its machine,
-    scaled to this drive. ``progress`` may raise to stop; nothing is left behind then. Raises ConfigError for a layer
-    that cannot be, BudgetError for a budget too small, BenchError where losses are not those of plain PyTorch.
+    scaled to this drive. ``lanes`` adds those of each case's last step, drawn, to its row. ``progress`` may raise to
+    stop; nothing is left behind then. Raises ConfigError for a layer or a directory that cannot be, BudgetError for a
+    budget too small, BenchError where losses are not those of plain PyTorch, or a preset's drive is none.
     """
     if sleep.layer_elements < HIDDEN or sleep.layer_elements % HIDDEN:
         raise ConfigError(f"--layer-elements: {sleep.layer_elements} is not a positive multiple of {HIDDEN}")
-    notes: list[str] = []
+    refuse_place(directory)
+    machine = look(directory)
+    notes = load_note(machine)
     settings: dict[str, Any] = {"rounds": rounds, "steps": num_steps, "seq_len": SEQ_LEN, "preset": None}
     warm_up()
-    with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-sleep-") as folder:
+    with choose_engine() as engine, temporary_folder(directory) as folder:
         if preset is not None:
-            name, machine = preset
-            io = _layer_io(Path(folder), engine, sleep)
-            found = scaled(machine, layer_elements=sleep.layer_elements, io_seconds=io)
+            name, named = preset
+            io = _layer_io(folder, engine, sleep)
+            found = scaled(named, layer_elements=sleep.layer_elements, io_seconds=io)
             sleep = replace(sleep, forward_seconds=found.forward_seconds, backward_seconds=found.backward_seconds)
-            settings["preset"] = {"name": name, **figures(machine, found)}
-            notes.append(in_words(name, machine, found))
-        with _prepared(Path(folder), engine, sleep, micro_batches, runs, host_memory_bytes) as (make_turn, cases):
+            settings["preset"] = {"name": name, **figures(named, found)}
+            notes.append(in_words(name, named, found))
+        with _prepared(folder, engine, sleep, micro_batches, runs, host_memory_bytes) as (make_turn, cases):
             num_calls = rounds * len(cases) * (num_steps + 1)
             done = 0
 
@@ -182,7 +186,7 @@ def run(
         expected = losses_in_memory(sleep, case.num_micro_batches, num_steps + 1, clip_norm=case.run.clip_norm)
         for turn in turns[case]:
             check_losses(case.name, turn.losses, expected)
-    rows = [_row(case, turns[case], sleep) for case in cases]
+    rows = [_row(case, turns[case], sleep, lanes=lanes) for case in cases]
     late, calls = (sum(row[key] for row in rows) for key in ("late_calls", "calls"))
     if late:
         most_ms = 1e3 * max(row["most_late_seconds"] for row in rows)
@@ -191,7 +195,7 @@ def run(
             "at most: the processor had too much to do"
         )
     if not all(row["direct"] for row in rows):
-        notes.append("I/O went through the page cache here: its seconds are not the drive's")
+        notes.append("I/O went through the page cache here: its seconds are not the drive's, so there is no ratio")
     return Outcome(
         name="sleep",
         about=(
@@ -201,7 +205,7 @@ def run(
             f"{num_steps} steps; all losses are those of plain PyTorch in memory"
         ),
         command=command,
-        machine=look(directory),
+        machine=machine,
         settings={
             **settings,
             "num_layers": sleep.num_layers,
@@ -284,8 +288,10 @@ def check_losses(name: str, ours: Sequence[float], theirs: Sequence[float]) -> N
 def _layer_io(folder: Path, engine: IoEngine, sleep: Sleep) -> float:
     """Seconds of I/O of one layer in a step with nothing kept: the median of three measurements of the whole model."""
     read, written = (sleep.num_layers * num_bytes for num_bytes in bytes_here(sleep.layer_elements))
-    measured = [measure_mixed(folder, engine, read_bytes=read, written_bytes=written).seconds for _ in range(3)]
-    return statistics.median(measured) / sleep.num_layers
+    measured = [measure_mixed(folder, engine, read_bytes=read, written_bytes=written) for _ in range(3)]
+    if not all(one.direct for one in measured):
+        raise BenchError("--preset: I/O goes through the page cache here, so no drive is measured; name one on a drive")
+    return statistics.median(one.seconds for one in measured) / sleep.num_layers
 
 
 def _sleeping_model(sleep: Sleep) -> tuple[StagedModel, Watch]:
@@ -401,14 +407,17 @@ def _bytes_of(metrics: Sequence[StepMetrics]) -> tuple[int, int]:
     )
 
 
-def _row(case: Case, turns: Sequence[Turn], sleep: Sleep) -> dict[str, Any]:
+def _row(case: Case, turns: Sequence[Turn], sleep: Sleep, *, lanes: bool) -> dict[str, Any]:
     count = case.num_micro_batches
     asleep = sleep_seconds(sleep, count)
     step = Spread.of([seconds for turn in turns for seconds in turn.seconds])
     metrics = [one for turn in turns for one in turn.metrics]
     read, written = _bytes_of(metrics)
     limits = [max(asleep, turn.io_seconds) for turn in turns]
-    ratio = ratios([statistics.median(turn.seconds) for turn in turns], limits)
+    direct = all(turn.io.direct for turn in turns)
+    # Layers that take no time, and states that never move, have no limit.
+    compared = direct and all(limit > 0.0 for limit in limits)
+    ratio = ratios([statistics.median(turn.seconds) for turn in turns], limits) if compared else None
     calls = sum(turn.spent.num_calls for turn in turns)
     return {
         "micro_batches": count,
@@ -420,9 +429,9 @@ def _row(case: Case, turns: Sequence[Turn], sleep: Sleep) -> dict[str, Any]:
         "step_high_seconds": step.high,
         "sleep_seconds": asleep,
         "io_seconds": statistics.median(turn.io_seconds for turn in turns),
-        "step_ratio": ratio.median,
-        "step_low_ratio": ratio.low,
-        "step_high_ratio": ratio.high,
+        "step_ratio": ratio.median if ratio else None,
+        "step_low_ratio": ratio.low if ratio else None,
+        "step_high_ratio": ratio.high if ratio else None,
         "tokens_per_second": count * SEQ_LEN / step.median,
         "read_bytes": read,
         "written_bytes": written,
@@ -435,9 +444,9 @@ def _row(case: Case, turns: Sequence[Turn], sleep: Sleep) -> dict[str, Any]:
         "calls": calls,
         "late_calls": sum(turn.spent.num_late for turn in turns),
         "most_late_seconds": max(turn.spent.most_late_seconds for turn in turns),
-        "direct": all(turn.io.direct for turn in turns),
+        "direct": direct,
         "losses": list(turns[0].losses),
-        "lanes": list(turns[-1].lanes),
+        **({"lanes": list(turns[-1].lanes)} if lanes else {}),
     }
 
 
@@ -456,8 +465,8 @@ def _columns(*, clipping: bool) -> tuple[Column, ...]:
     )
 
 
-def show_more(rows: Sequence[Mapping[str, Any]], console: Console, *, lanes: bool = False) -> None:
-    """What an outcome's table has no room for: what moved, which lanes waited; with ``lanes`` also a drawing."""
+def show_more(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """What an outcome's table has no room for: what moved, which lanes waited, and drawings where they are."""
     table = Table(title="a step's traffic, and seconds in which a lane waited", title_justify="left", box=None,
                   pad_edge=False)  # fmt: skip
     columns = {"micro_batches": "M", "delay": "delay", "tokens_per_second": "tokens", "read_bytes": "read",
@@ -470,7 +479,9 @@ def show_more(rows: Sequence[Mapping[str, Any]], console: Console, *, lanes: boo
     for values in zip(*texts, strict=True):
         table.add_row(*values)
     console.print(table)
-    for row in rows if lanes else ():
+    for row in rows:
+        if "lanes" not in row:
+            continue
         clipping = f", clipping: {row['clipping']}" if row["clipping"] else ""
         console.print(Text(f"\nlanes of a step, M {row['micro_batches']}, delay {row['delay']:g}{clipping}"))
         for line in row["lanes"]:

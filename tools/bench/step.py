@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -31,10 +30,11 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tools.bench.lanes import LANES
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
+from hoist.tools.bench.places import refuse_memory, refuse_place, temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import batches
+from hoist.tools.bench.shapes import batches, refuse_longer
 from hoist.tools.bench.step_sides import (
     HoistSide,
     MemorySide,
@@ -165,6 +165,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
+    machine = look(directory)
     setups = _prepare(directory, config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
@@ -178,9 +179,9 @@ def run(
     rows: list[dict[str, Any]] = []
     exact, differs = True, 0.0
     for shape, mine in shapes.items():
-        with tempfile.TemporaryDirectory(dir=directory, prefix="hoist-bench-step-") as folder, ExitStack() as stack:
+        with temporary_folder(directory) as folder, ExitStack() as stack:
             found, is_exact, difference = _measure(
-                Path(folder), config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
+                folder, config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
                 lanes=lanes, setups=setups, feed=partial(_ticking, config, shape, tick),
             )  # fmt: skip
         rows += found
@@ -194,7 +195,7 @@ def run(
             "and with activation checkpointing (ckpt.)"
         ),
         command=command,
-        machine=look(directory),
+        machine=machine,
         settings={
             "model": config.model_type,
             "num_parameters": _num_parameters(split(build_model(config, dropout=0.0))),
@@ -209,6 +210,7 @@ def run(
             "the losses of all hoist's sides are equal bit for bit, and PyTorch's differ from them "
             + (f"by {differs:.1g} of the loss at most (allowed: {LOSS_BOUND:g})" if differs else "in no bit, either"),
             "plan: with the delay, if any; MxSxB: micro-batches x seq_len x rows; no commit in a step; dropout is off",
+            *load_note(machine),
         ),
     )
 
@@ -316,7 +318,10 @@ def _measure(
     turns, moved, difference = take_turns(
         hoist, reference, rounds=rounds, steps=steps, bound=0.0 if exact else LOSS_BOUND, probe=probe
     )
-    direct = engine.statistics().buffered_bytes == buffered_before
+    # What the engine takes for direct is not, where files are in memory: the kernel counts what drives moved.
+    direct = engine.statistics().buffered_bytes == buffered_before and all(
+        one.direct for speeds in moved.values() for one in speeds
+    )
     rows = [_row(case, turns, moved[case.name], direct=direct, lanes=lanes) for case in cases]
     return rows, exact, difference
 
@@ -407,18 +412,14 @@ def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -
     """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
     if not directory.is_dir():
         raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    refuse_place(directory)
     for case in cases:
-        if longest is not None and case.seq_len > longest:
-            raise ConfigError(f"--seq-len: {case.seq_len} is longer than the {longest} positions that the model has")
+        refuse_longer(config, case.seq_len)
     staged = split(build_model(config, dropout=0.0))
-    needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
-    free = _available_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"bench step holds the model in memory three times, about {show_bytes(needed)}, and {show_bytes(free)} are "
-            "free: give fewer --layers, a smaller --hidden or a smaller --model"
-        )
+    refuse_memory(
+        MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged), "bench step holds the model in memory three times",
+        "give fewer --layers, a smaller --hidden or a smaller --model",
+    )  # fmt: skip
     layouts = lay_out_stages(staged)
     wanted = [options for case in cases for options in (_base(case), case.options(_base(case)))]
     return {options: prepare(staged, layouts, options) for options in dict.fromkeys(wanted)}
@@ -426,14 +427,6 @@ def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -
 
 def _num_parameters(model: StagedModel) -> int:
     return sum(tensor.num_elements for stage in model.stages for tensor in stage.tensors)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    raise BenchError("/proc/meminfo: has no MemAvailable")
 
 
 def _ticking(config: PreTrainedConfig, shape: tuple[int, int, int], tick: Callable[[], None]) -> Iterator[Step]:

@@ -7,7 +7,8 @@ sides are in `sides/`; results that may not be compared are refused by `sides/ju
 from __future__ import annotations
 
 import json
-import tempfile
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -15,22 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from hoist.tools.bench.machine import look
+from hoist.scheduler.errors import ConfigError
+from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, shown
+from hoist.tools.bench.places import refuse_place, temporary_folder
+from hoist.tools.bench.reading import read
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config
+from hoist.tools.bench.shapes import model_config, refuse_longer
 from hoist.tools.bench.sides import environment
 from hoist.tools.bench.sides.deepspeed_side import Knobs
+from hoist.tools.bench.sides.hoist_side import trainer_config
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
-from hoist.tools.bench.sides.running import Side, hoist_side, import_tree, run_side
-from hoist.tools.bench.sides.sleeping import sleeping_config, write_checkpoint
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
+from hoist.tools.bench.sides.running import LIMIT_SECONDS, Side, hoist_side, import_tree, run_side
+from hoist.tools.bench.sides.sleeping import sleeping_config, weight_shapes, write_checkpoint
+from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, model_of, num_parameters, take_tokens
 from hoist.tools.bench.sweeping import Trial, sweep
-from hoist.tools.errors import BenchError, ModelSourceError
-from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.text import ModelTokenizer
 
 COLUMNS = (
@@ -42,6 +45,11 @@ COLUMNS = (
 
 #: Of a run that tries a setting; the first is not counted.
 _TRIAL_STEPS = 3
+#: What tries a setting hangs if it takes so many times hoist's own seconds, and so many at least.
+_TRIAL_TIMES, _TRIAL_SECONDS = 20.0, 900.0
+#: On the drive, at most: the weights' file (4), DeepSpeed's swap files (16, and 4 of gradients) and its checkpoint of
+#: them (20); hoist's store takes less.
+_BYTES_PER_PARAMETER = 44
 
 Told = Callable[[str, int, int], None]
 
@@ -79,15 +87,20 @@ class Request:
 
 
 def read_knobs(path: Path) -> dict[str, Any]:
-    """Knobs from a file: an object of them, or the JSON of an earlier outcome. Raises BenchError if it is neither."""
+    """Knobs from a file: an object of them, or the JSON of an earlier outcome. Raises ConfigError if it is neither."""
     try:
-        found = json.loads(path.read_text())
-        if "settings" in found:
-            found = found["settings"]["knobs"]
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and "settings" in found:
+            found = read(path).settings["knobs"]
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not an object")
         Knobs.of(found)
+        for name, usual in asdict(Knobs()).items():
+            if type(found.get(name, usual)) is not type(usual):
+                raise ValueError(f"{name} is {found[name]!r}, and should be such as {usual!r}")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BenchError(f"--knobs {path}: holds no knobs of DeepSpeed: {error}") from error
-    return dict(found)
+        raise ConfigError(f"--knobs {path}: holds no knobs of DeepSpeed: {error}") from error
+    return found
 
 
 def run(
@@ -95,29 +108,28 @@ def run(
 ) -> Outcome:
     """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
 
-    Raises ModelSourceError if there is no such model, BenchError if DeepSpeed's environment cannot be made, a side
-    fails, or their results may not be compared. Nothing is left behind but the environment.
+    Raises RefusalErrors, which say what cannot be, before anything is made; BenchError if DeepSpeed's environment
+    cannot be made, a side fails, or their results may not be compared. Nothing is left behind but the environment.
     """
     request = replace(request, directory=request.directory.absolute())
-    if request.model is not None and not (request.model / SINGLE_FILE).is_file():
-        raise ModelSourceError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with weights in it")
-    python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
+    config = _checked(request)
+    machine = look(request.directory)
     with ExitStack() as cleanup:
-        folder = Path(
-            cleanup.enter_context(tempfile.TemporaryDirectory(dir=request.directory, prefix="hoist-zero-infinity-"))
-        )
+        folder = cleanup.enter_context(temporary_folder(request.directory))
         tree = cleanup.enter_context(import_tree(folder))
         told("making the checkpoint", 0, 0)
-        work = _work(request, folder)
+        work = _work(request, config, folder)
+        python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
         theirs = environment.deepspeed_side(python, tree)
         ours = hoist_side()
 
-        def run_one(side: Side, options: Mapping[str, Any], task: Work = work) -> SideResult:
-            return run_side(
-                side, Job(work=task, directory=str(folder / "run"), options=dict(options)), check=check
-            )
+        def run_one(
+            side: Side, options: Mapping[str, Any], task: Work = work, limit_seconds: float = LIMIT_SECONDS
+        ) -> SideResult:
+            job = Job(work=task, directory=str(folder / "run"), options=dict(options))
+            return run_side(side, job, limit_seconds=limit_seconds, check=check)
 
-        hoist_options = {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
+        hoist_options = _hoist_options(request)
         trials: list[Trial] = []
         knobs: Mapping[str, Any] = request.knobs or {}
         if request.sweeps:
@@ -125,10 +137,13 @@ def run(
             # First, as a budget that is too small is refused here; and a setting that trains something else is no
             # setting.
             told("running hoist's side", 0, 0)
+            began = time.monotonic()
             right = run_one(ours, hoist_options, short)
+            refuse_unless_comparable([right])
+            limit_seconds = max(_TRIAL_SECONDS, _TRIAL_TIMES * (time.monotonic() - began))
 
             def tried(options: Mapping[str, Any]) -> SideResult:
-                result = run_one(theirs, options, short)
+                result = run_one(theirs, options, short, limit_seconds)
                 refuse_unless_comparable([right, result])
                 return result
 
@@ -140,37 +155,39 @@ def run(
             told=lambda done, total: told("comparing", done, total),
         )
     refuse_unless_comparable([*found["hoist"], *found["zero_infinity"]])
-    return _outcome(request, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
+    return _outcome(request, machine, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
 
 
-def _work(request: Request, folder: Path) -> Work:
-    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
+def _checked(request: Request) -> PreTrainedConfig:
+    """The model's config, of a request that can be carried out, as far as can be seen at once."""
+    if not request.lr > 0.0:
+        raise ConfigError(f"--lr: got {request.lr}, must be above 0: what learns nothing compares nothing")
     config: PreTrainedConfig
-    model, tokenizer = folder / "model", None
     if request.model is not None:
-        model = request.model.absolute()
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-        tokenizer = ModelTokenizer.find(model)
+        config = model_of(request.model)
+    elif request.sleep is not None:
+        config = sleeping_config(request.sleep)
     else:
-        if request.sleep is not None:
-            config = sleeping_config(request.sleep)
-            model.mkdir()
-            write_checkpoint(model, request.sleep)
-        else:
-            config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
-            make_checkpoint(model, config)
-    tokens = folder / "tokens.npy"
-    a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
-    if request.data is not None:
-        take_tokens(
-            tokens, request.data, request.num_steps * a_step,
-            vocab_size=int(config.get_text_config(decoder=True).vocab_size),
-        )  # fmt: skip
-    else:
-        make_tokens(tokens, request.num_steps * a_step, tokenizer=tokenizer)
+        config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
+    refuse_longer(config, request.seq_len)
+    trainer_config(_what(request, model="", tokens=""), _hoist_options(request))
+    count = (
+        num_parameters(config) if request.sleep is None
+        else sum(math.prod(shape) for shape in weight_shapes(request.sleep).values())
+    )  # fmt: skip
+    refuse_place(request.directory, needed_bytes=_BYTES_PER_PARAMETER * count, on_drive=True)
+    environment.refuse(request.environment.absolute())
+    return config
+
+
+def _hoist_options(request: Request) -> dict[str, Any]:
+    return {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
+
+
+def _what(request: Request, *, model: str, tokens: str) -> Work:
     return Work(
-        model=str(model),
-        tokens=str(tokens),
+        model=model,
+        tokens=tokens,
         seq_len=request.seq_len,
         micro_batch_size=request.micro_batch_size,
         num_micro_batches=request.num_micro_batches,
@@ -179,6 +196,27 @@ def _work(request: Request, folder: Path) -> Work:
         lr=request.lr,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _work(request: Request, config: PreTrainedConfig, folder: Path) -> Work:
+    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
+    model, tokenizer = folder / "model", None
+    if request.model is not None:
+        model = request.model.absolute()
+        tokenizer = ModelTokenizer.find(model)
+    elif request.sleep is not None:
+        model.mkdir()
+        write_checkpoint(model, request.sleep)
+    else:
+        make_checkpoint(model, config)
+    tokens = folder / "tokens.npy"
+    count = request.num_steps * request.num_micro_batches * request.micro_batch_size * request.seq_len
+    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+    if request.data is not None:
+        take_tokens(tokens, request.data, count, vocab_size=vocab_size)
+    else:
+        make_tokens(tokens, count, vocab_size=vocab_size, tokenizer=tokenizer)
+    return _what(request, model=str(model), tokens=str(tokens))
 
 
 #: What is compared: title, unit as a key's end, and the values of a run.
@@ -194,6 +232,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[SideResult], Sequence[float]]], ...] 
 
 def _outcome(
     request: Request,
+    machine: Machine,
     work: Work,
     ours: Sequence[SideResult],
     theirs: Sequence[SideResult],
@@ -225,23 +264,31 @@ def _outcome(
     refused = next((one.details.get("save_refused") for one in theirs if one.save_seconds is None), None)
     if refused:
         notes.append(f"ZeRO-Infinity could not save a checkpoint: {refused}")
+    notes += load_note(machine)
     what = f"{work.sleep.num_layers} layers that sleep" if work.sleep else "a model"
+    shape = what if work.sleep else f"Llama of {request.num_layers} layers, hidden {request.hidden}"
+    work = replace(  # files that were made are gone when this is read
+        work,
+        model=str(request.model or f"{shape}, random weights"),
+        tokens=str(request.data or "Python's own sources"),
+    )
     return Outcome(
         name="zero-infinity",
         about=(
-            f"{what} trained by hoist and by DeepSpeed's ZeRO-Infinity from the same weights on the same tokens: seq "
-            f"{work.seq_len}, B {work.micro_batch_size}, M {work.num_micro_batches}, float32; medians, and lowest to "
-            f"highest, of {request.num_rounds} interleaved rounds of {work.num_steps - 1} counted steps; losses agree"
+            f"{what} trained by hoist and by ZeRO-Infinity (DeepSpeed {theirs[0].versions['deepspeed']}) from the same "
+            f"weights on the same tokens: seq {work.seq_len}, B {work.micro_batch_size}, M {work.num_micro_batches}, "
+            f"float32, {work.num_threads} threads; medians, and lowest to highest, of {request.num_rounds} interleaved "
+            f"rounds of {work.num_steps - 1} counted steps; losses agree"
         ),
         command=command,
-        machine=look(request.directory),
+        machine=machine,
         settings={
             "work": asdict(work),
             "host_memory_bytes": request.host_memory_bytes,
             "hoist_options": dict(request.hoist_options),
-            "knobs": dict(knobs),
+            "knobs": asdict(Knobs.of(dict(knobs))),
             "trials": [asdict(one) for one in trials],
-            "runs": {"hoist": [asdict(one) for one in ours], "zero_infinity": [asdict(one) for one in theirs]},
+            "runs": {"hoist": keep(ours, work), "zero_infinity": keep(theirs, work)},
         },
         columns=COLUMNS,
         rows=tuple(rows),

@@ -60,6 +60,12 @@ def test_a_bit_that_differs_is_refused() -> None:
         optim.run(num_elements=ELEMENTS, threads=[1], block_elements=[4096], rounds=1, make_updater=careless)
 
 
+def test_memory_that_is_not_there_is_refused_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    line = hoist(capfd, "bench", "optim", "--elements", "100TiB").refusal()
+    assert line.startswith("--elements: 7 sides of 109,951,162,777,600 parameters, about ")
+    assert line.endswith(" are free: give fewer --elements")
+
+
 def test_a_block_that_cannot_be_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     line = hoist(capfd, "bench", "optim", "--elements", "64KiB", "--block", 100).refusal()
     assert line == "--block: got 100, must be a multiple of 64 elements"

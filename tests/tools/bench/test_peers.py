@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import show
 from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_same, why_not
 from hoist.tools.bench.shapes import model_config
@@ -30,7 +32,7 @@ from tests.support.commands import hoist
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     folder = tmp_path_factory.mktemp("work")
     make_checkpoint(folder / "model", model_config(hidden=64, layers=2, vocab=512))
-    make_tokens(folder / "tokens.npy", 3 * 2 * 2 * 8)
+    make_tokens(folder / "tokens.npy", 3 * 2 * 2 * 8, vocab_size=512)
     return Work(
         model=str(folder / "model"), tokens=str(folder / "tokens.npy"), seq_len=8, micro_batch_size=2,
         num_micro_batches=2, num_steps=3, num_threads=torch.get_num_threads(), weight_decay=0.1,
@@ -94,6 +96,8 @@ def test_layers_that_sleep_are_trained_too(tmp_path: Path) -> None:
         (lambda one: replace(one, work=replace(one.work, lr=1.0)), "settings differ: lr is 0.0001"),
         (lambda one: replace(one, versions=one.versions | {"torch": "0"}), "versions differ"),
         (lambda one: replace(one, work=replace(one.work, activation_checkpointing=False)), "checkpointing is not on"),
+        (lambda one: replace(one, work=replace(one.work, attention="eager")), "settings differ: attention is sdpa"),
+        (lambda one: replace(one, trained_loss=one.trained_loss * 1.001), "differ: .* fsdp2 after the last step"),
     ],
 )
 def test_peers_that_did_something_else_are_refused(
@@ -120,7 +124,8 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         num_steps=3, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
     )  # fmt: skip
     found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
-    outcome = outcome_of(request, work, found, PEERS, {"torchao": "it wants a GPU"}, "hoist bench peers")
+    absent = {"torchao": "it wants a GPU"}
+    outcome = outcome_of(request, look(tmp_path), work, found, PEERS, absent, "hoist bench peers")
     console = Console(width=80, file=StringIO())
     show(outcome, console)
     assert isinstance(console.file, StringIO)
@@ -164,10 +169,23 @@ def test_unknown_peers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_not_there_is_said_in_a_line(work: Work, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def failed(*arguments: object) -> str:
-        return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").failure()
+        return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").refusal()
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_bytes((Path(work.model) / "config.json").read_bytes())
     assert "is not a directory; make it first" in failed(tmp_path / "none")
     assert "has no model.safetensors" in failed(tmp_path, "--model", tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    dropping = _dropping(work, tmp_path)
+    assert "asks for dropout (attention_dropout 0.5), which each" in failed(tmp_path, "--model", dropping)
+    assert "--hidden: 100 is not a multiple of 64" in failed(tmp_path, "--hidden", 100)
+    assert "--seq-len: 5000 is longer than the 4096 positions" in failed(tmp_path, "--seq-len", 5000)
+    assert "free, and about" in failed(tmp_path, "--hidden", 2**16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dropping", "model"]
+
+
+def _dropping(work: Work, folder: Path) -> Path:
+    """The work's model, with dropout in its config."""
+    shutil.copytree(work.model, folder / "dropping")
+    path = folder / "dropping" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.5}))
+    return folder / "dropping"

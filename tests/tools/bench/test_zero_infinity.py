@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from configparser import ConfigParser
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import counters, environment, hoist_side
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_result, write_result
-from hoist.tools.bench.sides.judging import LOSS_TOLERANCE, refuse_unless_comparable
+from hoist.tools.bench.sides.judging import LEAST_LEARNT, LOSS_TOLERANCE, refuse_other_work, refuse_unless_comparable
 from hoist.tools.bench.sides.running import Side, import_tree, run_side
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
+from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, take_tokens
 from hoist.tools.bench.sweeping import sweep
 from hoist.tools.doctor import file_system_of
-from hoist.tools.errors import BenchError, StoppedError
+from hoist.tools.errors import BenchError, DataError, ModelSourceError, StoppedError
 from tests.check_types import ROOT
 from tests.support.commands import hoist
 
@@ -59,7 +60,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     if file_system_of(folder, Path("/proc/self/mountinfo")) == "tmpfs":
         pytest.skip("temporary files are in memory here: no drive is ever read")
     make_checkpoint(folder / "model", model_config(hidden=64, layers=2, vocab=512))
-    make_tokens(folder / "tokens.npy", STEPS * MICRO_BATCHES * ROWS * SEQ_LEN)
+    make_tokens(folder / "tokens.npy", STEPS * MICRO_BATCHES * ROWS * SEQ_LEN, vocab_size=512)
     work = Work(
         model=str(folder / "model"), tokens=str(folder / "tokens.npy"), seq_len=SEQ_LEN, micro_batch_size=ROWS,
         num_micro_batches=MICRO_BATCHES, num_steps=STEPS, lr=1e-3, num_threads=1,
@@ -134,18 +135,35 @@ class TestJudging:
         [
             (lambda one: replace(one, losses=one.losses[:-1]), "losses of 2 steps, 3 were to be made"),
             (lambda one: replace(one, step_seconds=[*one.step_seconds, 1.0]), "step_seconds of 4 steps"),
-            (lambda one: replace(one, losses=[*one.losses[:-1], float("nan")]), "step 3: the loss is"),
+            (lambda one: replace(one, losses=[*one.losses[:-1], float("nan")]), "at step 3 the loss is"),
             (lambda one: replace(one, versions={**one.versions, "torch": "1.0"}), "torch is .* 1.0 in"),
             (lambda one: replace(one, work=replace(one.work, dtype="bfloat16")), "dtype is float32 in .* bfloat16 in"),
             (lambda one: replace(one, work=replace(one.work, num_steps=2)), "losses of 3 steps, 2 were"),
+            (lambda one: replace(one, trained_loss=one.losses[0]), "losses differ: .* after the last step"),
+            (lambda one: replace(one, layer_calls=8), "slept None times in hoist, 8 times"),
+            (lambda one: replace(one, trained_loss=float("nan")), "after the last step the loss is"),
         ],
-        ids=["losses", "steps", "nan", "versions", "dtype", "count"],
+        ids=["losses", "steps", "nan", "versions", "dtype", "count", "update", "calls", "silent"],
     )
     def test_other_results_are_refused(
         self, bench: Bench, change: Callable[[SideResult], SideResult], match: str
     ) -> None:
         with pytest.raises(BenchError, match=match):
             refuse_unless_comparable([bench.result, change(bench.result)])
+
+    def test_a_work_that_teaches_nothing_is_refused(self, bench: Bench) -> None:
+        """Any optimizer would have given the same losses."""
+        result = bench.again("unlearnt", lr=1e-7)
+        assert result.trained_loss == pytest.approx(result.losses[0], rel=LEAST_LEARNT)
+        with pytest.raises(BenchError, match=r"training moved the loss of the first step's ids by .* more --st"):
+            refuse_unless_comparable([result])
+        with pytest.raises(BenchError, match="does not say what the loss is after the last step"):
+            refuse_unless_comparable([replace(bench.result, trained_loss=None)])
+
+    def test_another_work_than_was_told_is_refused(self, bench: Bench) -> None:
+        refuse_other_work(bench.work, bench.result)
+        with pytest.raises(BenchError, match="hoist did another work: num_steps is 3, and it was told 4"):
+            refuse_other_work(replace(bench.work, num_steps=4), bench.result)
 
 
 class TestResult:
@@ -201,8 +219,23 @@ class TestWork:
     )
     def test_others_are_refused(self, tmp_path: Path, ids: Any, match: str) -> None:
         np.save(tmp_path / "ids.npy", ids)
-        with pytest.raises(BenchError, match=match):
+        with pytest.raises(DataError, match=match):
             take_tokens(tmp_path / "taken.npy", tmp_path / "ids.npy", 8, vocab_size=5)
+
+
+    def test_files_of_another_kind_are_refused(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "several.npz", first=np.zeros(4, dtype=np.int64))
+        (tmp_path / "empty.npy").touch()
+        for name, match in (("several.npz", "holds several arrays"), ("empty.npy", "cannot be"), ("no", "cannot be")):
+            with pytest.raises(DataError, match=match):
+                take_tokens(tmp_path / "taken.npy", tmp_path / name, 8, vocab_size=5)
+        with pytest.raises(ModelSourceError, match="has 99 ids, and UTF-8 bytes"):
+            make_tokens(tmp_path / "taken.npy", 1000, vocab_size=99)
+
+    def test_results_that_are_kept_name_no_files_that_are_gone(self, bench: Bench) -> None:
+        (kept,) = keep([bench.result], replace(bench.work, model="a model", tokens="some text"))
+        assert str(bench.folder) not in json.dumps(kept)
+        assert kept["losses"] == bench.result.losses
 
 
 class TestRunning:
@@ -240,6 +273,39 @@ class TestEnvironment:
             environment.prepare(tmp_path / "environment")
         assert not (tmp_path / "environment").exists()
 
+    def test_one_that_was_interrupted_is_made_anew(self, tmp_path: Path) -> None:
+        def stop() -> None:
+            raise StoppedError(2)
+
+        place = tmp_path / "environment"
+        for _ in range(2):
+            with pytest.raises(StoppedError):
+                environment._make(place, stop, print)
+            environment._refuse_foreign(place)
+            assert not environment.is_made(place)
+
+    def test_two_at_once_are_not_made(self, tmp_path: Path) -> None:
+        with (
+            environment._alone(tmp_path / "environment"),
+            pytest.raises(BenchError, match="another process makes it now"),
+            environment._alone(tmp_path / "environment"),
+        ):
+            raise AssertionError("both make it")
+
+    def test_a_place_that_cannot_be_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environment, "missing_tools", tuple)  # those of this machine are another test's
+        (tmp_path / "file").touch()
+        with pytest.raises(BenchError, match=r"--environment .*file/environment: cannot be made: .*; name another pla"):
+            environment.prepare(tmp_path / "file" / "environment")
+        with pytest.raises(BenchError, match="is no environment that hoist made"):
+            environment.prepare(tmp_path / "file")
+
+    def test_pip_is_told_exact_versions(self) -> None:
+        lines = environment.constraint_lines()
+        assert {f"{name}=={version(name)}" for name in environment.SHARED} <= set(lines)
+        assert "ninja==1.13.2" in lines
+        assert len({line.split("==")[0] for line in lines}) == len(lines)
+
     def test_what_is_not_hoists_stays(self, tmp_path: Path) -> None:
         (tmp_path / "letter").touch()
         with pytest.raises(BenchError, match="is no environment that hoist made"):
@@ -252,10 +318,40 @@ class TestCommand:
         command = ("bench", "zero-infinity", tmp_path, "--environment", tmp_path / "environment")
         assert "--layer-elements: 100 is not" in hoist(capfd, *command, "--sleep", "--layer-elements", 100).refusal()
         assert "has no model.safetensors" in hoist(capfd, *command, "--model", tmp_path).refusal()
-        (tmp_path / "knobs.json").write_text('{"speed": 11}')
-        found = hoist(capfd, *command, "--knobs", tmp_path / "knobs.json").failure()
-        assert "holds no knobs of DeepSpeed: no knobs of DeepSpeed's side: speed" in found
-        assert [path.name for path in tmp_path.iterdir()] == ["knobs.json"]
+        for option, value, match in (
+            ("--lr", 0, "--lr: got 0.0, must be above 0"),
+            ("--delay", 2, "delay"),
+            ("--residency", -1, "residency"),
+            ("--hidden", 100, "--hidden: 100 is not a multiple of 64"),
+            ("--seq-len", 5000, "--seq-len: 5000 is longer than the 4096 positions"),
+            ("--hidden", 2**16, "free, and about"),
+        ):
+            assert match in hoist(capfd, *command, option, value).refusal()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_memory_is_no_drive(self, capfd: pytest.CaptureFixture[str], in_memory: Path) -> None:
+        assert "is in memory (tmpfs)" in hoist(capfd, "bench", "zero-infinity", in_memory).refusal()
+
+    @pytest.mark.parametrize(
+        ("text", "match"),
+        [
+            ('{"speed": 11}', "no knobs of DeepSpeed's side: speed"),
+            ("[1]", "a list, not an object"),
+            ("{", "Expecting property name"),
+            ('{"aio_threads": "2"}', "aio_threads is '2', and should be such as 1"),
+            ('{"format_version": 9, "settings": {}}', "format_version is 9, and this hoist reads up to"),
+            (None, "No such file"),
+        ],
+    )
+    def test_knobs_that_are_none_are_refused(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, match: str
+    ) -> None:
+        path = tmp_path / "knobs.json"
+        if text is not None:
+            path.write_text(text)
+        line = hoist(capfd, "bench", "zero-infinity", tmp_path, "--knobs", path).refusal()
+        assert line.startswith(f"--knobs {path}: holds no knobs of DeepSpeed: ")
+        assert match in line
 
     @pytest.mark.slow
     def test_both_sides_agree(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
