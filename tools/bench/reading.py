@@ -21,7 +21,7 @@ Record = TypeVar("Record", Column, Machine, Outcome, Plot)
 def read(path: Path) -> Outcome:
     """What `outcome.write` wrote. Raises OutcomeError, one line, for anything else."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except OSError as error:
         raise OutcomeError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -39,10 +39,17 @@ def read(path: Path) -> Outcome:
         raise OutcomeError(f"{path}: is no whole outcome of hoist bench: {error}") from error
 
 
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of it")
+
+
 def _outcome(found: dict[str, Any]) -> Outcome:
     rows = found.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("rows is no list of objects")
+    for name in ("name", "about", "command"):
+        if not isinstance(found.get(name), str):
+            raise ValueError(f"{name} is no text")
     machine = _record(Machine, found.get("machine"), "machine")
     columns = found.get("columns")
     if not isinstance(columns, list):

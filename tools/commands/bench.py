@@ -110,7 +110,6 @@ def bench_step(
     """
     from hoist.scheduler.errors import ConfigError
     from hoist.tools.bench import step
-    from hoist.tools.bench.lanes import show_lanes
     from hoist.tools.bench.shapes import model_config
     from hoist.tools.presets import load_model_source
 
@@ -136,24 +135,17 @@ def bench_step(
         host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory],
     )
 
-    rows: list[Any] = []
-
     def measure(progress: Progress) -> Outcome:
         from hoist.tiers.io.choose import choose_engine
 
         with choose_engine(io) as engine:
-            found = step.run(
+            return step.run(
                 directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes, progress=progress,
                 weights=source.directory if source and source.checkpoint else None,
-                command=shlex.join(["hoist", "bench", "step", *words]),
+                command=shlex.join(["hoist", "bench", "step", *words, *(["--lanes"] if lanes else [])]),
             )  # fmt: skip
-        rows.extend(found.rows)
-        return found
 
-    code = _run("training", measure, output, as_json, plot)
-    if not as_json:
-        show_lanes(rows, Console())
-    return code
+    return _run("training", measure, output, as_json, plot)
 
 
 @app.command("sleep", epilog="Example:  [bold]hoist bench sleep --micro-batches 8 --preset a100-2drives[/]")
@@ -221,28 +213,22 @@ def bench_sleep(
             "--micro-batches": micro_batches, "--delay": delay, "--host-memory": host_memory or [],
             "--rounds": [rounds], "--steps": [steps],
         },
-        *(["--clipping"] if clipping else []),
+        *(["--clipping"] if clipping else []), *(["--lanes"] if lanes else []),
     )  # fmt: skip
     asleep = Sleep(
         num_layers=layers, layer_elements=layer_elements, forward_seconds=forward_ms / 1e3,
         backward_seconds=backward_ms / 1e3,
     )  # fmt: skip
-    rows: list[Mapping[str, Any]] = []
 
     def measure(progress: Progress) -> Outcome:
-        found = sleep.run(
+        return sleep.run(
             directory, asleep, micro_batches=micro_batches,
             runs=sleep.clipping_runs(delay) if clipping else [sleep.Run(delay=one) for one in delay],
             host_memory_bytes=[_bytes("--host-memory", text) for text in host_memory or []],
-            rounds=rounds, num_steps=steps, preset=machine, command=words, progress=progress,
+            rounds=rounds, num_steps=steps, lanes=lanes, preset=machine, command=words, progress=progress,
         )  # fmt: skip
-        rows.extend(found.rows)
-        return found
 
-    code = _run("training", measure, output, as_json, plot)
-    if not as_json:
-        sleep.show_more(rows, Console(), lanes=lanes)
-    return code
+    return _run("training", measure, output, as_json, plot)
 
 
 def _preset(name: str, *times: float | None) -> Preset:
@@ -369,7 +355,8 @@ def bench_zero_infinity(
     request = zero_infinity.Request(
         directory=directory, environment=environment or default_directory(), model=model, hidden=hidden,
         num_layers=layers or 8, sleep=asleep, data=data, seq_len=seq_len, micro_batch_size=micro_batch_size,
-        num_micro_batches=micro_batches, num_steps=steps, lr=lr or (1e-2 if sleep else 1e-4), num_rounds=rounds,
+        num_micro_batches=micro_batches, num_steps=steps,
+        lr=lr if lr is not None else 1e-2 if sleep else 1e-4, num_rounds=rounds,
         host_memory_bytes=_bytes("--host-memory", host_memory),
         hoist_options={"delay": delay, "residency": residency},
         knobs=None if knobs is None else zero_infinity.read_knobs(knobs), sweeps=sweep and knobs is None,
@@ -451,7 +438,6 @@ def _told(
     plot: Path | None = None,
 ) -> int:
     """As :func:`_run`, for a measurement that says itself what it is at."""
-    from hoist.tools.bench.outcome import write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
     from hoist.tools.targets import check_target
@@ -466,9 +452,7 @@ def _told(
             display.progress(what, done, total, "runs")
 
         found = measure(told, stop.check)
-    if output is not None:
-        write(found, output)
-    return _tell(found, draw, as_json)
+    return _tell(found, draw, as_json, output)
 
 
 def _run(
@@ -478,7 +462,6 @@ def _run(
     as_json: bool,
     plot: Path | None = None,
 ) -> int:
-    from hoist.tools.bench.outcome import write
     from hoist.tools.show import Display
     from hoist.tools.stop import Stop
     from hoist.tools.targets import check_target
@@ -493,9 +476,7 @@ def _run(
             display.progress(what, done, total)
 
         found = measure(progress)
-    if output is not None:
-        write(found, output)
-    return _tell(found, draw, as_json)
+    return _tell(found, draw, as_json, output)
 
 
 def _drawing(path: Path | None) -> Callable[[Outcome], None]:
@@ -521,14 +502,20 @@ def _drawing(path: Path | None) -> Callable[[Outcome], None]:
     return lambda outcome: write_file(target, drawn(outcome, kind))
 
 
-def _tell(found: Outcome, draw: Callable[[Outcome], None], as_json: bool) -> int:
-    from hoist.tools.bench.outcome import show
+def _tell(found: Outcome, draw: Callable[[Outcome], None], as_json: bool, output: Path | None = None) -> int:
+    """Write, show and draw, in this order; what fails takes nothing from what is shown."""
+    from hoist.tools.bench.outcome import write
+    from hoist.tools.bench.showing import show_all
 
+    try:
+        if output is not None:
+            write(found, output)
+    finally:
+        if as_json:
+            typer.echo(found.to_text())
+        else:
+            show_all(found, Console())
     draw(found)
-    if as_json:
-        typer.echo(found.to_text())
-    else:
-        show(found, Console())
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from hoist.tools.bench.outcome import Column, Outcome, Plot, write
 from hoist.tools.bench.plot import FORMATS, drawn, specification
 from hoist.tools.bench.plot_choice import chosen, spread
 from hoist.tools.bench.reading import read
-from hoist.tools.commands.bench import app
-from hoist.tools.errors import OutcomeError
+from hoist.tools.commands.bench import _tell, app
+from hoist.tools.errors import BenchError, OutcomeError
 from hoist.tools.run_report.charts import PALETTES
 from tests.support.commands import hoist
 
@@ -163,8 +165,13 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         ("[1]", "is no outcome of hoist bench: it has no format_version"),
         ('{"step": 1}', "is no outcome of hoist bench: it has no format_version"),
         ('{"format_version": 2}', "format_version is 2, and this hoist reads up to 1; update hoist"),
+        ('{"format_version": 1, "rows": [{"a": NaN}]}', "is no JSON: NaN is no number of it"),
         ('{"format_version": 1}', "is no whole outcome of hoist bench: rows is no list of objects"),
-        ('{"format_version": 1, "rows": [], "machine": {}}', "is no whole outcome of hoist bench: machine: missing"),
+        ('{"format_version": 1, "rows": [], "name": 1}', "is no whole outcome of hoist bench: name is no text"),
+        (
+            '{"format_version": 1, "rows": [], "name": "", "about": "", "command": "", "machine": {}}',
+            "is no whole outcome of hoist bench: machine: missing",
+        ),
     ],
 )
 def test_what_is_no_outcome_is_refused_in_a_line(
@@ -202,6 +209,20 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert re.search("--plot needs vl_convert, which is not installed: .* install altair", refused("--plot", "a.png"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_in_the_end_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What was looked at before may have changed, after an hour of measuring."""
+    with pytest.raises(BenchError, match=r"--output .*: Is a directory"):
+        _tell(outcome(*rows(1)), lambda outcome: None, True, tmp_path)
+    assert json.loads(capfd.readouterr().out)["name"] == "io"
+
+
+def test_an_outcome_that_is_none_of_its_name_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(replace(outcome(*rows(1)), name="step"), tmp_path / "step.json")
+    found = hoist(capfd, "bench", "show", tmp_path / "step.json")
+    assert found.code == 2
+    assert "its rows have no 'how', as those of hoist bench step have" in found.err
 
 
 def test_every_benchmark_can_be_drawn() -> None:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from hoist.scheduler.errors import ConfigError
-from hoist.tools.bench.outcome import Outcome, show
+from hoist.tools.bench.outcome import Outcome, write
+from hoist.tools.bench.showing import show_all
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sleep import (
     ALWAYS,
@@ -19,7 +20,6 @@ from hoist.tools.bench.sleep import (
     clipping_runs,
     losses_in_memory,
     run,
-    show_more,
     sleep_seconds,
 )
 from hoist.tools.bench.sleep_presets import PRESETS, bytes_here
@@ -36,8 +36,7 @@ def _text(outcome: Outcome) -> str:
     """As on a terminal of 80 columns."""
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
-        show(outcome, console)
-        show_more(outcome.rows, console, lanes=True)
+        show_all(outcome, console)
     return captured.get()
 
 
@@ -47,7 +46,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     directory = tmp_path_factory.mktemp("drive")
     told: list[tuple[int, int]] = []
     found = run(
-        directory, TINY, micro_batches=[1, 2], runs=[Run(delay=0.5)], rounds=1, num_steps=1,
+        directory, TINY, micro_batches=[1, 2], runs=[Run(delay=0.5)], rounds=1, num_steps=1, lanes=True,
         host_memory_bytes=[BUDGET, PLENTY], progress=lambda done, total: told.append((done, total)),
     )  # fmt: skip
     assert told == [(done, 8) for done in range(1, 9)]
@@ -106,6 +105,29 @@ class TestOutcome:
 
     def test_it_is_plain_data(self, outcome: Outcome) -> None:
         assert json.loads(json.dumps(outcome.to_json()))["rows"][0]["micro_batches"] == 1
+
+
+    def test_it_is_shown_again_as_it_was(
+        self, outcome: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        write(outcome, tmp_path / "outcome.json")
+        assert hoist(capfd, "bench", "show", tmp_path / "outcome.json").out == _text(outcome)
+
+    def test_what_has_no_limit_has_no_ratio(self, tmp_path: Path) -> None:
+        at_once = replace(TINY, forward_seconds=0.0, backward_seconds=0.0)
+        (row,) = run(
+            tmp_path, at_once, micro_batches=[1], runs=[Run()], rounds=1, num_steps=1, host_memory_bytes=[PLENTY]
+        ).rows  # fmt: skip
+        assert (row["sleep_seconds"], row["io_seconds"], row["step_ratio"]) == (0.0, 0.0, None)
+
+    def test_files_in_memory_are_compared_with_nothing(self, in_memory: Path) -> None:
+        found = run(
+            in_memory, TINY, micro_batches=[1], runs=[Run()], rounds=1, num_steps=1, host_memory_bytes=[BUDGET]
+        )  # fmt: skip
+        assert [(row["direct"], row["step_ratio"]) for row in found.rows] == [(False, None)]
+        assert any("page cache" in note for note in found.notes)
+        with pytest.raises(BenchError, match="--preset: I/O goes through the page cache here"):
+            run(in_memory, TINY, micro_batches=[1], runs=[Run()], preset=next(iter(PRESETS.items())))
 
 
 class TestLosses:
