@@ -27,7 +27,8 @@ from hoist.scheduler.places import (
     weight_bytes,
     weight_elements,
 )
-from hoist.scheduler.plan import Buffers, StageShape, horizontal, vertical
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.errors import StoreRefusedError

@@ -10,7 +10,8 @@ import logging
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.plan import Plan, flush, horizontal, vertical
+from hoist.scheduler.plan import flush, horizontal, vertical
+from hoist.scheduler.plan_records import Plan
 from hoist.scheduler.setup import Setup
 
 _log = logging.getLogger(__name__)

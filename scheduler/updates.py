@@ -21,7 +21,7 @@ from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Op
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Buffers
+from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.scratch import ScratchPlace
 from hoist.scheduler.step_state import StepState

@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import LANES, Kind, Lane
-from hoist.scheduler.plan import (
-    Buffers,
-    Plan,
-    StageShape,
-    evaluation,
-    flush,
-    horizontal,
-    vertical,
-)
+from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, Plan, StageShape
 from tests.support.simulation import Simulation, WrongContentError
 
 Maker = Callable[..., Plan]

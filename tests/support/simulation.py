@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Op
-from hoist.scheduler.plan import Buffers, StageShape
+from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.tiers.slots import SlotTable
 
 #: What a buffer holds while something is being put into it.
