@@ -390,8 +390,10 @@ class PlanBuilder:
                 self.stashed.append((stage, piece))
                 stash = Resource(Part.STASHED_GRADIENT, stage, piece)
                 self.emit(Kind.STASH_GRADIENT, reads=(gradient,), writes=(stash,), stage=stage, piece=piece)
-        # The backward has just been, so its weights are still there: no need to read them again.
-        self.update_pieces(stage, range(self.delayed_from[stage]), keepers, loaded=True)
+        # The backward has just been, so its weights are still there, even where the buffer is given up now: whoever
+        # takes it waits for these updates.
+        loaded = not self.buffers.rereads_weights
+        self.update_pieces(stage, range(self.delayed_from[stage]), keepers, loaded=loaded)
 
     def update_delayed(self, stage: int, *, fill: bool) -> None:
         """The updates that the step before left for this one. ``fill``: they also fill the stage's new buffer."""
@@ -405,7 +407,8 @@ class PlanBuilder:
         stashed = self.shares_gradient(stage)
         if self.buffers.speculative:
             self.update_pieces(stage, range(pieces.start), keepers, delayed=True, stashed=stashed, redo=True)
-        loaded = not fill and self.held.get(self.buffers.weights[stage]) == stage
+        # What is made again starts from the version before, which is on NVMe alone; these from what the buffer holds.
+        loaded = not (fill or self.buffers.rereads_weights) and self.held.get(self.buffers.weights[stage]) == stage
         self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, loaded=loaded, stashed=stashed)
 
     def update_pieces(
@@ -420,7 +423,11 @@ class PlanBuilder:
         stashed: bool = False,
         redo: bool = False,
     ) -> None:
-        """Read, update and write some pieces of a stage. ``loaded``: its weight buffer holds the weights before."""
+        """Read, update and write some pieces of a stage.
+
+        ``loaded``: its weight buffer holds the weights before, and the update is made there. That counts as a read of
+        the buffer unless the stage keeps it: nobody else looks into it before it is acquired again.
+        """
         gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
         buffer = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),)
         chunks = self.stages[stage].chunks

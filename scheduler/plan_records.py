@@ -44,6 +44,9 @@ class Buffers:
     number of pieces for none. Empty: nothing is delayed."""
     speculative: bool = False
     """The other updates are made before it is known whether the gradients must be scaled, and made again if so."""
+    rereads_weights: bool = False
+    """Every update reads its weights from NVMe, also where a weight buffer still holds them. For `read_check.py`, which
+    checks what is read for updates, and nothing else."""
     kept_weights: tuple[frozenset[int], ...] = ()
     """Per stage, the chunks whose weights (both halves) stay in host memory from step to step. Empty: none."""
     kept_moments: tuple[frozenset[int], ...] = ()
