@@ -17,21 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome, Plot
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides.job import Job, SideResult, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
 from hoist.tools.bench.sides.running import hoist_side, run_side
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
+from hoist.tools.bench.sides.work import WorkRequest
 from hoist.tools.errors import BenchError
-from hoist.tools.presets import load_model_source
-from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.sizes import show_bytes
-from hoist.tools.text import ModelTokenizer
 
 COLUMNS = (
     Column(key="side", title="side"),
@@ -61,6 +55,7 @@ class Peer:
     tried: bool = False
     """Whether it runs here is found out by trying a tiny model."""
     checkpointing: bool = True
+    """Its layers are computed again in the backward."""
 
 
 _IN_RAM = "weights, gradients and both moments must fit in RAM"
@@ -91,21 +86,12 @@ class Request:
 
     directory: Path
     """On the drive; everything is made in a folder below it, which is removed afterwards."""
-    model: Path | None
-    """A Hugging Face directory with config.json and model.safetensors; None: ``hidden`` and ``num_layers``."""
-    hidden: int
-    num_layers: int
-    seq_len: int
-    micro_batch_size: int
-    num_micro_batches: int
-    num_steps: int
-    """Of a run; the first is not counted."""
+    work: WorkRequest
     num_rounds: int
     host_memory_bytes: Sequence[int]
     """hoist's budgets: a row each."""
     peers: Sequence[str]
     """Of :data:`PEERS`; ``torch``, to which ratios are, is always among them."""
-    lr: float = 1e-4
 
 
 def run(
@@ -117,19 +103,18 @@ def run(
 ) -> Outcome:
     """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
 
-    Raises BenchError if a side fails, or results may not be compared. A peer that does not run on this machine has a
-    row that says so. Nothing is left behind.
+    Raises what :meth:`WorkRequest.check` raises before anything is made, BenchError if a side fails or results may not
+    be compared. A peer that does not run on this machine has a row that says so. Nothing is left behind.
     """
     request = replace(request, directory=request.directory.absolute())
-    if not request.directory.is_dir():
-        raise BenchError(f"{request.directory}: is not a directory; make it first, on the drive that is to be measured")
+    request.work.check()
     chosen = {name: peer for name, peer in PEERS.items() if name in request.peers or name == "torch"}
     told("trying the peers", 0, 0)
     absent = {name: why for name, peer in chosen.items() if (why := why_not(peer)) is not None}
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=request.directory, prefix="hoist-peers-")))
         told("making the checkpoint", 0, 0)
-        work = _work(request, folder)
+        work = request.work.make(folder)
         sides: dict[str, Callable[[], SideResult]] = {}
         for budget in request.host_memory_bytes:
             job = Job(work=work, directory=str(folder / "run"), options={"host_memory_bytes": budget})
@@ -179,32 +164,6 @@ def _named(budget: int) -> str:
     return f"hoist, {show_bytes(budget)}"
 
 
-def _work(request: Request, folder: Path) -> Work:
-    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
-    model, tokenizer = folder / "model", None
-    if request.model is not None:
-        model = request.model.absolute()
-        load_model_source(str(model))
-        if not (model / SINGLE_FILE).is_file():
-            raise BenchError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with its weights in one")
-        tokenizer = ModelTokenizer.find(model)
-    else:
-        make_checkpoint(model, model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden))
-    tokens = folder / "tokens.npy"
-    a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
-    make_tokens(tokens, request.num_steps * a_step, tokenizer=tokenizer)
-    return Work(
-        model=str(model),
-        tokens=str(tokens),
-        seq_len=request.seq_len,
-        micro_batch_size=request.micro_batch_size,
-        num_micro_batches=request.num_micro_batches,
-        num_steps=request.num_steps,
-        lr=request.lr,
-        num_threads=torch.get_num_threads(),
-    )
-
-
 def outcome_of(
     request: Request,
     work: Work,
@@ -214,7 +173,7 @@ def outcome_of(
     command: str,
 ) -> Outcome:
     """The table of results that may be compared."""
-    yardstick = [_median_step(one) for one in found["torch"]]
+    yardstick = [one.median_step_seconds for one in found["torch"]]
     rows = [
         _row(chosen[name].title if name in chosen else name, chosen.get(name), results, yardstick)
         for name, results in found.items()
@@ -250,15 +209,11 @@ def outcome_of(
     )
 
 
-def _median_step(one: SideResult) -> float:
-    return Spread.of(one.step_seconds[1:]).median
-
-
 def _row(title: str, peer: Peer | None, results: Sequence[SideResult], yardstick: Sequence[float]) -> dict[str, Any]:
     """What was measured of a side; ``yardstick``: a torch step's seconds in the same rounds."""
     measured: dict[str, Spread] = {
         "step_seconds": Spread.of([value for one in results for value in one.step_seconds[1:]]),
-        "torch_ratio": ratios([_median_step(one) for one in results], yardstick),
+        "torch_ratio": ratios([one.median_step_seconds for one in results], yardstick),
         "peak_bytes": Spread.of([one.peak_bytes - one.baseline_bytes for one in results]),
         "read_bytes": Spread.of([value for one in results for value in one.read_bytes[1:]]),
         "written_bytes": Spread.of([value for one in results for value in one.written_bytes[1:]]),

@@ -27,7 +27,6 @@ from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.creation import create_store
-from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
@@ -43,6 +42,7 @@ from hoist.tools.bench.lanes import LANES, draw_timeline
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome, column_texts
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
+from hoist.tools.bench.shapes import check_sleep
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sides.sleeping import (
     HIDDEN,
@@ -153,8 +153,7 @@ def run(
     scaled to this drive. ``progress`` may raise to stop; nothing is left behind then. Raises ConfigError for a layer
     that cannot be, BudgetError for a budget too small, BenchError where losses are not those of plain PyTorch.
     """
-    if sleep.layer_elements < HIDDEN or sleep.layer_elements % HIDDEN:
-        raise ConfigError(f"--layer-elements: {sleep.layer_elements} is not a positive multiple of {HIDDEN}")
+    check_sleep(sleep)
     notes: list[str] = []
     settings: dict[str, Any] = {"rounds": rounds, "steps": num_steps, "seq_len": SEQ_LEN, "preset": None}
     warm_up()

@@ -165,7 +165,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
-    setups = _prepare(directory, config, cases)
+    setups = _prepare(config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -403,10 +403,8 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
+def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
     """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
-    if not directory.is_dir():
-        raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     for case in cases:
         if longest is not None and case.seq_len > longest:

@@ -14,24 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, PreTrainedConfig
-
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome, shown
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import environment
 from hoist.tools.bench.sides.deepspeed_side import Knobs
-from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
+from hoist.tools.bench.sides.job import Job, SideResult, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
 from hoist.tools.bench.sides.running import Side, hoist_side, import_tree, run_side
-from hoist.tools.bench.sides.sleeping import sleeping_config, write_checkpoint
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens, take_tokens
+from hoist.tools.bench.sides.work import WorkRequest
 from hoist.tools.bench.sweeping import Trial, sweep
-from hoist.tools.errors import BenchError, ModelSourceError
-from hoist.tools.safetensors_reader import SINGLE_FILE
-from hoist.tools.text import ModelTokenizer
+from hoist.tools.errors import BenchError
 
 COLUMNS = (
     Column(key="measure", title=""),
@@ -54,22 +47,10 @@ class Request:
     """On the drive; everything is made in a folder below it, which is removed afterwards."""
     environment: Path
     """DeepSpeed's."""
-    model: Path | None
-    """A Hugging Face directory with config.json and model.safetensors; None: ``hidden`` and ``num_layers``."""
-    hidden: int
-    num_layers: int
-    sleep: Sleep | None
-    """Instead of a model: layers that sleep."""
-    data: Path | None
-    """A .npy of ids; None: Python's own sources, as bytes or as the model's tokenizer has them."""
-    seq_len: int
-    micro_batch_size: int
-    num_micro_batches: int
-    num_steps: int
-    """Of a run; the first is not counted."""
-    lr: float
+    work: WorkRequest
     num_rounds: int
     host_memory_bytes: int
+    """hoist's budget."""
     hoist_options: Mapping[str, Any]
     """Further fields of hoist's `TrainerConfig`."""
     knobs: Mapping[str, Any] | None
@@ -95,12 +76,11 @@ def run(
 ) -> Outcome:
     """Compare. ``told`` says what is at work, and how far; ``check`` is called often, and may raise to stop.
 
-    Raises ModelSourceError if there is no such model, BenchError if DeepSpeed's environment cannot be made, a side
-    fails, or their results may not be compared. Nothing is left behind but the environment.
+    Raises what :meth:`WorkRequest.check` raises before anything is made, BenchError if DeepSpeed's environment cannot
+    be made, a side fails, or their results may not be compared. Nothing is left behind but the environment.
     """
     request = replace(request, directory=request.directory.absolute())
-    if request.model is not None and not (request.model / SINGLE_FILE).is_file():
-        raise ModelSourceError(f"--model {request.model}: has no {SINGLE_FILE}; name a directory with weights in it")
+    request.work.check()
     python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
     with ExitStack() as cleanup:
         folder = Path(
@@ -108,7 +88,7 @@ def run(
         )
         tree = cleanup.enter_context(import_tree(folder))
         told("making the checkpoint", 0, 0)
-        work = _work(request, folder)
+        work = request.work.make(folder)
         theirs = environment.deepspeed_side(python, tree)
         ours = hoist_side()
 
@@ -141,44 +121,6 @@ def run(
         )
     refuse_unless_comparable([*found["hoist"], *found["zero_infinity"]])
     return _outcome(request, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
-
-
-def _work(request: Request, folder: Path) -> Work:
-    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
-    config: PreTrainedConfig
-    model, tokenizer = folder / "model", None
-    if request.model is not None:
-        model = request.model.absolute()
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-        tokenizer = ModelTokenizer.find(model)
-    else:
-        if request.sleep is not None:
-            config = sleeping_config(request.sleep)
-            model.mkdir()
-            write_checkpoint(model, request.sleep)
-        else:
-            config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
-            make_checkpoint(model, config)
-    tokens = folder / "tokens.npy"
-    a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
-    if request.data is not None:
-        take_tokens(
-            tokens, request.data, request.num_steps * a_step,
-            vocab_size=int(config.get_text_config(decoder=True).vocab_size),
-        )  # fmt: skip
-    else:
-        make_tokens(tokens, request.num_steps * a_step, tokenizer=tokenizer)
-    return Work(
-        model=str(model),
-        tokens=str(tokens),
-        seq_len=request.seq_len,
-        micro_batch_size=request.micro_batch_size,
-        num_micro_batches=request.num_micro_batches,
-        num_steps=request.num_steps,
-        sleep=request.sleep,
-        lr=request.lr,
-        num_threads=torch.get_num_threads(),
-    )
 
 
 #: What is compared: title, unit as a key's end, and the values of a run.
@@ -215,14 +157,14 @@ def _outcome(
                 for one in spreads
             ]  # fmt: skip
             rows.append(_row("tokens a second", "_per_second", rates))
-    pairs = ratios([_median_step(one) for one in theirs], [_median_step(one) for one in ours])
+    pairs = ratios([one.median_step_seconds for one in theirs], [one.median_step_seconds for one in ours])
     setting = ", ".join(f"{name} {value}" for name, value in knobs.items()) or "those it begins with"
     notes = [
         f"hoist's step is {pairs.median:.2f} times as fast ({pairs.low:.2f} to {pairs.high:.2f} over "
         f"{pairs.count} pairs of runs)",
         f"DeepSpeed's knobs: {setting}" + (f"; the fastest of {len(trials)} settings" if trials else "; not swept"),
     ]
-    refused = next((one.details.get("save_refused") for one in theirs if one.save_seconds is None), None)
+    refused = next((one.save_refused for one in theirs if one.save_refused is not None), None)
     if refused:
         notes.append(f"ZeRO-Infinity could not save a checkpoint: {refused}")
     what = f"{work.sleep.num_layers} layers that sleep" if work.sleep else "a model"
@@ -247,10 +189,6 @@ def _outcome(
         rows=tuple(rows),
         notes=tuple(notes),
     )
-
-
-def _median_step(one: SideResult) -> float:
-    return Spread.of(one.step_seconds[1:]).median
 
 
 def _spread(values: Callable[[SideResult], Sequence[float]], results: Sequence[SideResult]) -> Spread | None:

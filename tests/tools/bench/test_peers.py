@@ -20,7 +20,7 @@ from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import fsdp_side, in_memory, torch_side
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
 from hoist.tools.bench.sides.sleeping import write_checkpoint
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
+from hoist.tools.bench.sides.work import WorkRequest, make_checkpoint, make_tokens
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
@@ -116,8 +116,10 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         trained, step_seconds=[99.9] * 3, read_bytes=[10**9] * 3, written_bytes=[10**9] * 3, peak_bytes=2 * 10**9
     )
     request = Request(
-        directory=tmp_path, model=None, hidden=64, num_layers=2, seq_len=8, micro_batch_size=2, num_micro_batches=2,
-        num_steps=3, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
+        directory=tmp_path, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
+        work=WorkRequest(
+            hidden=64, num_layers=2, seq_len=8, micro_batch_size=2, num_micro_batches=2, num_steps=3, lr=1e-4
+        ),
     )  # fmt: skip
     found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
     outcome = outcome_of(request, work, found, PEERS, {"torchao": "it wants a GPU"}, "hoist bench peers")
@@ -157,17 +159,17 @@ def test_a_whole_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_unknown_peers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--peer fsdp: is none; give torch, torch-keep, fsdp2, torchao" in hoist(
-        capfd, "bench", "peers", "--peer", "fsdp"
-    ).refusal()
+    line = hoist(capfd, "bench", "peers", "--peer", "fsdp").refusal()
+    assert line == "--peer: 'fsdp' is not one of torch, torch-keep, fsdp2, torchao"
 
 
 def test_what_is_not_there_is_said_in_a_line(work: Work, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def failed(*arguments: object) -> str:
-        return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").failure()
+    def refused(*arguments: object) -> str:
+        return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").refusal()
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_bytes((Path(work.model) / "config.json").read_bytes())
-    assert "is not a directory; make it first" in failed(tmp_path / "none")
-    assert "has no model.safetensors" in failed(tmp_path, "--model", tmp_path / "model")
+    assert "is not a directory; make it first" in refused(tmp_path / "none")
+    assert "has no model.safetensors" in refused(tmp_path, "--model", tmp_path / "model")
+    assert "--hidden: 65 is not a multiple of 64" in refused(tmp_path, "--hidden", 65)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

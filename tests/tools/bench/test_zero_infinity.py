@@ -125,9 +125,7 @@ class TestJudging:
         with pytest.raises(BenchError, match="page cache was warm: it held"):
             refuse_unless_comparable([bench.result, result])
         with pytest.raises(BenchError, match="page cache was warm: the kernel counts 0 bytes"):
-            refuse_unless_comparable(
-                [bench.result, replace(result, cached_bytes=0, details={"least_read_bytes": 10**6})]
-            )
+            refuse_unless_comparable([bench.result, replace(result, cached_bytes=0, least_read_bytes=10**6)])
 
     @pytest.mark.parametrize(
         ("change", "match"),
@@ -252,6 +250,7 @@ class TestCommand:
         command = ("bench", "zero-infinity", tmp_path, "--environment", tmp_path / "environment")
         assert "--layer-elements: 100 is not" in hoist(capfd, *command, "--sleep", "--layer-elements", 100).refusal()
         assert "has no model.safetensors" in hoist(capfd, *command, "--model", tmp_path).refusal()
+        assert "leave --model out" in hoist(capfd, *command, "--model", tmp_path, "--sleep").refusal()
         (tmp_path / "knobs.json").write_text('{"speed": 11}')
         found = hoist(capfd, *command, "--knobs", tmp_path / "knobs.json").failure()
         assert "holds no knobs of DeepSpeed: no knobs of DeepSpeed's side: speed" in found

@@ -6,8 +6,6 @@ What such a side adds (how layers are wrapped, which optimizer) is in `torch_sid
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up, weights_file
-from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
+from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, versions, write_result
 from hoist.tools.bench.sides.sleeping import let_layers_sleep
 
 #: Makes a loaded model what the side trains, and its optimizer.
@@ -70,7 +68,7 @@ def train(name: str, job: Job, prepare: Prepare) -> SideResult:
         name=name,
         work=_applied(work, model, optimizer),
         options=job.options,
-        versions={each: importlib.metadata.version(each) for each in ("torch", "transformers", "numpy", "safetensors")},
+        versions=versions("torch", "transformers", "numpy", "safetensors"),
         losses=losses,
         step_seconds=steps.seconds,
         read_bytes=steps.read_bytes,
@@ -144,12 +142,7 @@ def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Pa
         whole |= {f"{name}.{key}": _own(value) for key, value in optimizer.state[parameter].items()}
     path = directory / "states.safetensors"
     save_file(whole, path)
-    for each in (path, directory):
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    counters.make_durable([path, directory])
     return time.perf_counter() - began
 
 

@@ -1,21 +1,100 @@
-"""Makes what sides work on: a checkpoint of random weights, and ids of text that is on the machine.
+"""Makes what sides work on: a checkpoint of random weights or of the user's, and ids of text or of the user's.
 
 Which sides take it is each benchmark's own; how they read it is in `feeding.py` and their own files.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from hoist.tools.errors import BenchError
+from hoist.scheduler.errors import ConfigError
+from hoist.tools.bench.shapes import check_sleep, model_config
+from hoist.tools.bench.sides.job import Sleep, Work
+from hoist.tools.bench.sides.sleeping import sleeping_config, write_checkpoint
+from hoist.tools.errors import BenchError, ModelSourceError
+from hoist.tools.presets import load_model_source
 from hoist.tools.safetensors_reader import SINGLE_FILE
 from hoist.tools.text import ByteTokenizer, TextTokenizer, stdlib_sources
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkRequest:
+    """A work as it is asked for: which model is trained, on what, and how long."""
+
+    model: Path | None = None
+    """A Hugging Face directory with config.json and model.safetensors; None: ``sleep``, or the Llama shape."""
+    hidden: int
+    """Of the Llama shape, a multiple of 64; its vocabulary is eight times as wide."""
+    num_layers: int
+    """Of the Llama shape."""
+    sleep: Sleep | None = None
+    """Layers that sleep, instead of the Llama shape."""
+    data: Path | None = None
+    """A .npy of ids; None: Python's own sources, as bytes or as the model's tokenizer has them."""
+    seq_len: int
+    micro_batch_size: int
+    num_micro_batches: int
+    num_steps: int
+    """Of a run; the first is not counted."""
+    lr: float
+
+    def check(self) -> None:
+        """Raise ModelSourceError, CheckpointError or ConfigError for a model that cannot be trained by every side."""
+        if self.model is not None and self.sleep is not None:
+            raise ConfigError("--sleep: layers that sleep are a model of their own; leave --model out")
+        if self.model is not None and not (self.model / SINGLE_FILE).is_file():
+            raise ModelSourceError(
+                f"--model {self.model}: has no {SINGLE_FILE}; name a directory with its weights in that one file"
+            )
+        self._config()
+
+    def _config(self) -> PreTrainedConfig:
+        if self.model is not None:
+            return load_model_source(str(self.model.absolute())).config
+        if self.sleep is not None:
+            check_sleep(self.sleep)
+            return sleeping_config(self.sleep)
+        return model_config(hidden=self.hidden, layers=self.num_layers, vocab=8 * self.hidden)
+
+    def make(self, folder: Path) -> Work:
+        """Make the checkpoint, unless it is the user's, and the ids, in ``folder``. Raises as :meth:`check`; BenchError
+        for ids that the model has not.
+        """
+        self.check()
+        config, model, tokenizer = self._config(), folder / "model", None
+        if self.model is not None:
+            model = self.model.absolute()
+            tokenizer = load_model_source(str(model)).tokenizer
+        elif self.sleep is not None:
+            model.mkdir()
+            write_checkpoint(model, self.sleep)
+        else:
+            make_checkpoint(model, config)
+        tokens = folder / "tokens.npy"
+        num_tokens = self.num_steps * self.num_micro_batches * self.micro_batch_size * self.seq_len
+        if self.data is not None:
+            vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+            take_tokens(tokens, self.data, num_tokens, vocab_size=vocab_size)
+        else:
+            make_tokens(tokens, num_tokens, tokenizer=tokenizer)
+        return Work(
+            model=str(model),
+            tokens=str(tokens),
+            seq_len=self.seq_len,
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+            num_steps=self.num_steps,
+            sleep=self.sleep,
+            lr=self.lr,
+            num_threads=torch.get_num_threads(),
+        )
 
 
 def make_checkpoint(directory: Path, config: PreTrainedConfig, *, seed: int = 0) -> None:
@@ -25,8 +104,7 @@ def make_checkpoint(directory: Path, config: PreTrainedConfig, *, seed: int = 0)
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        assert isinstance(model, PreTrainedModel)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     # Parameters that are tied are named once.
@@ -59,8 +137,12 @@ def take_tokens(path: Path, data: Path, num_tokens: int, *, vocab_size: int) -> 
     except (OSError, ValueError) as error:
         raise BenchError(f"--data {data}: cannot be read as .npy: {error}") from error
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-        raise BenchError(f"--data {data}: shape {ids.shape} of {ids.dtype}; a one-dimensional array of ids is needed")
+        raise BenchError(
+            f"--data {data}: shape {ids.shape} of {ids.dtype}; name a one-dimensional array of integers, not empty"
+        )
     taken = np.resize(ids[:num_tokens], num_tokens)
     if taken.min() < 0 or taken.max() >= vocab_size:
-        raise BenchError(f"--data {data}: has ids from {taken.min()} to {taken.max()}; the model has {vocab_size}")
+        raise BenchError(
+            f"--data {data}: has ids from {taken.min()} to {taken.max()}; the model has {vocab_size}, from 0"
+        )
     np.save(path, taken.astype(np.int32))
