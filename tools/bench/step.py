@@ -35,16 +35,8 @@ from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import Column, Outcome
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.shapes import batches
-from hoist.tools.bench.step_sides import (
-    HoistSide,
-    MemorySide,
-    Side,
-    Step,
-    Turn,
-    reference_model,
-    trainer_config,
-    weights_of,
-)
+from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
+from hoist.tools.bench.turns import Step, Turn, moved_bytes, trainer_config
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
 
@@ -304,7 +296,7 @@ def _measure(
     }
 
     def probe(name: str, turn: Turn) -> MixedSpeed:
-        read, written = _bytes_of([turn])
+        read, written = moved_bytes(turn.metrics)
         if name == _RESIDENT and read + written:
             raise BenchError(
                 f"with all states resident a step moved {show_bytes(read + written)}; this machine's memory is too "
@@ -329,7 +321,7 @@ def _row(
     limits = [max(theirs, speed.seconds) for theirs, speed in zip(_medians(resident), moved, strict=True)]
     ratio = ratios(_medians(mine), limits)
     metrics = [one for turn in mine for one in turn.metrics]
-    read, written = _bytes_of(mine)
+    read, written = moved_bytes(metrics)
     per_lane: dict[str, float] = {}
     for lane in LANES:
         name = lane.value
@@ -377,15 +369,6 @@ def _all(turns: Sequence[Turn]) -> list[float]:
 
 def _medians(turns: Sequence[Turn]) -> list[float]:
     return [statistics.median(turn.seconds) for turn in turns]
-
-
-def _bytes_of(turns: Sequence[Turn]) -> tuple[int, int]:
-    """Bytes that a step reads and writes: medians."""
-    metrics = [one for turn in turns for one in turn.metrics]
-    return (
-        int(statistics.median(one.nvme_read_bytes for one in metrics)),
-        int(statistics.median(one.nvme_written_bytes for one in metrics)),
-    )
 
 
 def _base(case: Case) -> TrainerConfig:

@@ -23,16 +23,8 @@ from hoist.tools.bench import step
 from hoist.tools.bench.lanes import show_lanes
 from hoist.tools.bench.outcome import show
 from hoist.tools.bench.shapes import batches, model_config
-from hoist.tools.bench.step_sides import (
-    HoistSide,
-    MemorySide,
-    Side,
-    Step,
-    Turn,
-    reference_model,
-    trainer_config,
-    weights_of,
-)
+from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
+from hoist.tools.bench.turns import Step, Turn, trainer_config
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
 from tests.support.models import reference_model as other_model

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -95,10 +96,15 @@ def load(work: Work) -> PreTrainedModel:
         raise ValueError(f"{weights_file(work)}: not this model's: {', '.join(wrong[:3])}")
     model.train()
     if work.activation_checkpointing:
-        # older transformers have it under a name that newer ones warn of
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Have layers computed again in the backward."""
+    # older transformers have it under a name that newer ones warn of
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -109,28 +115,44 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(found)
 
 
-def adamw(model: PreTrainedModel, work: Work) -> torch.optim.Optimizer:
-    """torch's fused one over all parameters, as the work says."""
+class Hyperparameters(Protocol):
+    """AdamW's, as a work and hoist's own record have them."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+def adamw(model: PreTrainedModel, told: Hyperparameters) -> torch.optim.Optimizer:
+    """torch's fused one over all parameters."""
     return torch.optim.AdamW(
-        model.parameters(), lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay, fused=True
+        model.parameters(), lr=told.lr, betas=told.betas, eps=told.eps, weight_decay=told.weight_decay, fused=True
     )
 
 
 def one_step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: Sequence[Tensor], *, clip_norm: float = 0.0
 ) -> float:
-    """Forward and backward of every micro-batch, and the update. Returns the mean loss over the step's labels."""
+    """Forward and backward of every micro-batch (int64 ids [B, S]), and the update.
+
+    Returns the mean loss over the step's labels, added up in float32 in the order of the micro-batches, as hoist does.
+    """
     num_items = sum(ids[:, 1:].numel() for ids in step)
-    loss = 0.0
+    losses: list[Tensor] = []
     for ids in step:
-        found = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
-        found.backward()
-        loss += found.item()
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
     if clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss
+    return float(torch.stack(losses).sum())
 
 
 def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> float:
