@@ -97,14 +97,16 @@ class WorkRequest:
         )
 
 
-def make_checkpoint(directory: Path, config: PreTrainedConfig, *, seed: int = 0) -> None:
-    """Write a model of ``config`` with weights as transformers initialises them, in one float32 file.
+def make_checkpoint(
+    directory: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> None:
+    """Write a model of ``config`` with weights as transformers initialises them, in one file.
 
     It is made in memory. torch's random state is kept.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     # Parameters that are tied are named once.
