@@ -141,17 +141,18 @@ class PieceUpdater:
     ) -> PieceReport:
         """Update the segments of one piece in place; every other element keeps its bits.
 
-        ``weights``, float32 of the piece, are those before the update as :func:`~hoist.optim.split.merge` gives them;
-        they are updated, too. The halves are then written alone, all of them, and what they held does not matter.
-
         All tensors are flat, contiguous views of the same piece of n elements on the CPU: ``weight_hi`` and
-        ``weight_lo`` int16 or uint16 (see `split.py`), the moments and ``gradient`` float32. ``gradient`` may be
-        shorter than n, as long as it covers every segment, and is only read. ``segments`` ascend and don't overlap; a
-        tensor whose gradient is None is simply not among them, one whose gradient is zero is, and decays.
+        ``weight_lo`` int16 or uint16 (see `split.py`), the moments, ``gradient`` and ``weights`` float32. ``gradient``
+        may be shorter than n, as long as it covers every segment, and is only read. ``segments`` ascend and don't
+        overlap; a tensor whose gradient is None is simply not among them, one whose gradient is zero is, and decays.
+
+        ``weights``: the piece's weights before the update, as :func:`~hoist.optim.split.merge` has given them, where
+        they are in memory. They are then updated in place, and the halves are only written: all n, with or without a
+        segment, whatever they held. The results are the same bits as without.
 
         A NaN that arises in a weight stays NaN. Raises ValueError before anything is changed if an argument is not as
-        said. Should the kernel itself raise, weights and moments of the piece may be partly updated: its chunk must be
-        read again from its committed slot.
+        said. Should the kernel itself raise, weights (halves and float32) and moments of the piece may be partly
+        updated: its chunk must be read again from its committed slot.
         """
         _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient, weights)
         _check_segments(segments, min(weight_hi.numel(), gradient.numel()))
@@ -189,7 +190,7 @@ class PieceUpdater:
         gradient: Tensor,
         runs: Iterable[_Run],
     ) -> None:
-        """Update each block where it is, and split it while it is in cache."""
+        """Update the runs of each block where they are, and split the whole block while it is in cache."""
         by_block: dict[int, list[_Run]] = {}
         for run in runs:
             by_block.setdefault(run[0][0] // self._block_elements, []).append(run)
@@ -206,7 +207,7 @@ class PieceUpdater:
     ) -> None:
         """One kernel call for each distinct (lr, weight_decay) in the run; ``weights`` begins at element ``offset``.
 
-        A NaN among the run's weights is then the one whose halves are safe.
+        A NaN among the run's weights is then the one that :func:`split_block` can take.
         """
         groups: dict[tuple[float, float], _Run] = {}
         for part in run:
@@ -240,7 +241,7 @@ def _runs(segments: Sequence[SegmentUpdate], block_elements: int) -> Iterator[_R
     """Cut segments at multiples of ``block_elements`` of the piece and gather neighbours that share a block.
 
     Gaps of alignment padding are merged and split along with a run, which gives their bits back; over a wider gap (an
-    untouched tensor) that would be wasted work, so a new run begins.
+    untouched tensor) that would be wasted work, so a new run begins. A run lies in one block.
     """
     run: _Run = []
     for segment in segments:

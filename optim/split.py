@@ -93,7 +93,7 @@ def split_block(patterns: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 
 def split_block_to(patterns: Tensor, hi: Tensor, lo: Tensor, scratch: Tensor) -> None:
-    """As :func:`split_block`, but ``scratch`` (int32, as long) is destroyed; ``patterns`` is not, unless it is that."""
+    """:func:`split_block` that keeps ``patterns`` and destroys ``scratch`` (int32, of the same length) instead."""
     lo.copy_(patterns)  # narrowing keeps the low 16 bits
     torch.add(patterns, _ROUND, out=scratch)
     scratch.bitwise_right_shift_(16)

@@ -1,6 +1,6 @@
 """Which boundary activation is in which slot at each point of a step, and which wait in scratch.
 
-Pure functions of a plan's visits; the ops that move activations are `plan.py`'s.
+Pure functions of a plan's visits; the ops that move activations are `plan_builder.py`'s.
 """
 
 from __future__ import annotations

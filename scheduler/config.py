@@ -75,7 +75,8 @@ class TrainerConfig:
     small beside a frozen base. A budget that has no room for them is too small."""
     verify_reads: bool = False
     """Check what is read for updates, and frozen tensors, against the stored checksums: damage that comes during a run
-    is found before anything made of it is committed. Costs a checksum of what is read."""
+    is found before anything made of it is committed. Costs a checksum of what is read, and for each update its weights
+    are read once more, 4 bytes a parameter, also where they are in memory for computation."""
     status_seconds: float = 1.0
     """Seconds between two writings of STORE/status.json, what other processes are told of the run; 0: never."""
     validate: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hoist.scheduler.ops import Resource
-from hoist.scheduler.plan import Plan
+from hoist.scheduler.plan_records import Plan
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
-from hoist.scheduler.plan import Buffers
+from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES, Candidate, Kept, kept_of
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up

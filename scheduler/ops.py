@@ -184,7 +184,8 @@ class Op:
     fill: bool = False
     """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
     loaded: bool = False
-    """READ_STATES, UPDATE: the weights are still in the stage's weight buffer, and needn't be read."""
+    """READ_STATES, UPDATE: the weights before are still in the stage's weight buffer; they are not read, but updated
+    there and split into the state slot, or to where they are kept."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
     redo: bool = False

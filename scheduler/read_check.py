@@ -19,11 +19,11 @@ from hoist.tiers.store import Store
 
 
 class ReadCheck:
-    """Checksums of a store's pieces as they are read. Safe to call from several threads.
+    """Checksums of a store's pieces as they are read for updates. Safe to call from several threads.
 
-    The pieces of a chunk are read once for its update, all of them before the last of them is updated, and a chunk
-    becomes a newer version only when all have been written: so at its last piece the checksum to compare with is
-    still that of what was read.
+    The pieces of a chunk are read once for its update (weights too: plans are then made with ``rereads_weights``), all
+    of them before the last of them is updated, and a chunk becomes a newer version only when all have been written: so
+    at its last piece the checksum to compare with is still that of what was read.
     """
 
     def __init__(self, store: Store) -> None:

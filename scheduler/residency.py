@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hoist.scheduler.ops import Kind
-from hoist.scheduler.plan import FROZEN_PIECE, Plan, StageShape
+from hoist.scheduler.plan_records import FROZEN_PIECE, Plan, StageShape
 
 #: Bytes of an element's two weight halves on NVMe.
 WEIGHT_BYTES = 4

@@ -22,7 +22,7 @@ from hoist.scheduler.executor import Done
 from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Buffers
+from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.scratch import Scratch, ScratchPlace
 from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, StagedModel, as_carried, as_tuple

@@ -27,7 +27,8 @@ from hoist.scheduler.places import (
     weight_bytes,
     weight_elements,
 )
-from hoist.scheduler.plan import Buffers, StageShape, horizontal, vertical
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.errors import StoreRefusedError
@@ -288,13 +289,12 @@ def _keepable(
     shapes = _shapes(layouts, borrowed, frozen, least.piece_elements)
     delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
     delays = any(first < shape.num_pieces for first, shape in zip(delayed_from, shapes, strict=True))
+    buffers = replace(least.buffers(delayed_from), rereads_weights=config.verify_reads)
     # In layer-major order loads do not depend on the number of micro-batches; then the fewest make the shortest plan.
     if config.plan == "vertical":
-        plan = vertical(shapes, 1, least.buffers(delayed_from), cold=False, pending=delays)
+        plan = vertical(shapes, 1, buffers, cold=False, pending=delays)
     else:
-        plan = horizontal(
-            shapes, config.num_micro_batches, least.buffers(delayed_from), cold=False, pending=delays
-        )
+        plan = horizontal(shapes, config.num_micro_batches, buffers, cold=False, pending=delays)
     return residency.candidates(
         plan,
         shapes,

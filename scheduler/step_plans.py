@@ -7,10 +7,12 @@ do.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.plan import Plan, flush, horizontal, vertical
+from hoist.scheduler.plan import flush, horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, Plan
 from hoist.scheduler.setup import Setup
 
 _log = logging.getLogger(__name__)
@@ -25,7 +27,11 @@ def step_plan(
     """
     make = vertical if config.plan == "vertical" else horizontal
     count = config.num_micro_batches if num_micro_batches is None else num_micro_batches
-    return make(setup.shapes(), count, setup.buffers(), cold=cold, pending=pending)
+    return make(setup.shapes(), count, _buffers(setup, config), cold=cold, pending=pending)
+
+
+def _buffers(setup: Setup, config: TrainerConfig) -> Buffers:
+    return replace(setup.buffers(), rereads_weights=config.verify_reads)
 
 
 def steady_plan(setup: Setup, config: TrainerConfig) -> Plan:
@@ -52,7 +58,7 @@ class StepPlans:
                 self._setup, self._config, cold=cold, pending=pending, num_micro_batches=num_micro_batches
             )
         else:
-            plan = flush(self._setup.shapes(), self._setup.buffers(), pending=pending)
+            plan = flush(self._setup.shapes(), _buffers(self._setup, self._config), pending=pending)
         _log.debug(
             "plan %s of %d micro-batches%s%s: %d ops",
             plan.name,

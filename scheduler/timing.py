@@ -31,7 +31,8 @@ from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.ops import Op
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Buffers, StageShape, vertical
+from hoist.scheduler.plan import vertical
+from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.pricing import StageTimes, Times
 from hoist.scheduler.setup import Setup
 from hoist.scheduler.stage_bench import DEVIATION, PATTERN_ELEMENTS, StageBench, chill, fill

@@ -21,7 +21,7 @@ from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Op
 from hoist.scheduler.places import Places
-from hoist.scheduler.plan import Buffers
+from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.scratch import ScratchPlace
 from hoist.scheduler.step_state import StepState
@@ -311,7 +311,6 @@ class Updates:
             self._used_gradient(op.stage, state)
 
     def _update_piece(self, op: Op, piece: Piece, state: StepState) -> None:
-        layout = self._layouts[op.stage]
         kept = self.kept_arrays(op.stage, piece.chunk)
         for item, itemsize in self._kept_items(op.stage, piece.chunk).items():
             self._manager.modify(item)
@@ -327,23 +326,12 @@ class Updates:
         found = self._arrays(op, piece)
         weight_hi, weight_lo = (found[array].view(torch.int16) for array in WEIGHT_ARRAYS)
         exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
-        touched = state.touched[op.stage]
         gradient = places.gradients[piece.start : piece.stop]
         if op.stashed:
             gradient = self._places.states[op.slot].gradient(piece.num_elements)
         if state.scale != 1.0 and not self._is_guess(op):
             gradient.mul_(state.scale)
-        segments = [
-            SegmentUpdate(
-                start=segment.start - piece.start,
-                stop=segment.start - piece.start + segment.num_elements,
-                adam_step=state.counted[segment.name],
-                lr=state.lr,
-                weight_decay=self._decay(op.stage, segment.name),
-            )
-            for segment in layout.segments(piece.start, piece.stop)
-            if segment.name in touched and (self._is_guess(op) or not state.skipped)
-        ]
+        segments = self._segments(op, piece, state)
         # Without segments a guess is taken back, whose version before is written once more, or only other pieces of the
         # chunk have changed; what is loaded must come to the slot all the same.
         if segments or op.loaded:
@@ -360,16 +348,34 @@ class Updates:
             if not (op.loaded and keeper == op.stage):  # else the update has been made there
                 self._places.put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
             self._manager.refresh(Item(ItemKind.WEIGHTS, keeper))
-        written = [array for array in StateArray if array not in kept]
-        if not written:
-            return
+        if len(kept) < len(StateArray):
+            self._extend_checksum(op, piece, {array: data for array, data in found.items() if array not in kept})
+
+    def _segments(self, op: Op, piece: Piece, state: StepState) -> list[SegmentUpdate]:
+        """What of a piece an update changes: the tensors that have a gradient; nothing if the step is skipped."""
+        touched = state.touched[op.stage]
+        return [
+            SegmentUpdate(
+                start=segment.start - piece.start,
+                stop=segment.start - piece.start + segment.num_elements,
+                adam_step=state.counted[segment.name],
+                lr=state.lr,
+                weight_decay=self._decay(op.stage, segment.name),
+            )
+            for segment in self._layouts[op.stage].segments(piece.start, piece.stop)
+            if segment.name in touched and (self._is_guess(op) or not state.skipped)
+        ]
+
+    def _extend_checksum(self, op: Op, piece: Piece, written: Mapping[StateArray, Tensor]) -> None:
+        """Of the chunk that is being written, by one more piece of the arrays that go to NVMe."""
+        layout = self._layouts[op.stage]
         first_of_chunk = piece.start == piece.chunk * layout.chunk_elements
         if first_of_chunk:
             self._checksum = ChunkChecksum(layout, piece.chunk)
         if self._checksum is None:
             raise RuntimeError(f"{op}: pieces of a chunk must come in order")
-        for array in written:
-            self._checksum.extend(array, found[array])
+        for array, data in written.items():
+            self._checksum.extend(array, data)
         is_last = op.piece + 1 == len(self.pieces[op.stage]) or self.pieces[op.stage][op.piece + 1].chunk != piece.chunk
         if is_last:
             with self._lock:

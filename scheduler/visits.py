@@ -1,6 +1,6 @@
 """Which stage sees which micro-batches in which order: a step before a plan says what each visit takes.
 
-Pure functions of counts. `plan.py` writes the ops of each visit.
+Pure functions of counts. `plan_builder.py` writes the ops of each visit.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.op_bytes import OpBytes
 from hoist.scheduler.ops import Kind
-from hoist.scheduler.plan import Plan, evaluation, flush
+from hoist.scheduler.plan import evaluation, flush
+from hoist.scheduler.plan_records import Plan
 from hoist.scheduler.residency import WEIGHT_BYTES
 from hoist.scheduler.setup import Setup, divided
 from hoist.scheduler.step_plans import steady_plan, step_plan

@@ -54,7 +54,7 @@ def test_tiers_and_optim_know_nothing_of_models(package: str) -> None:
 
 
 #: Modules of `scheduler/` that write, order, link and price a plan.
-PURE = ("activation_slots", "link", "ops", "plan", "simulate", "visits")
+PURE = ("activation_slots", "link", "ops", "plan", "plan_builder", "plan_records", "simulate", "visits")
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from hoist._version import __version__
+from hoist.tools import invoked
 from hoist.tools.commands import bench, doctor, drives, export, inspect, report, restore, snapshot, train, verify
 from hoist.tools.loudness import LogLevel, LoudApp, Quiet, begin
 
@@ -64,6 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     """Carry out a command line; returns the exit code. Errors are told on stderr, one line each."""
     from hoist.tools.exits import guarded
 
+    invoked.begin(arguments)
     return guarded(lambda: int(app(list(arguments), prog_name="hoist", standalone_mode=False) or 0))
 
 

@@ -8,9 +8,26 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "hoist"
+
+
+class _Invoked:
+    """The command line at work."""
+
+    arguments: tuple[str, ...] = ()
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """A command line is about to be carried out."""
+    _Invoked.arguments = tuple(arguments)
+
+
+def command_line() -> str:
+    """The command at work, as it was given, for a shell. Results are kept, so it has no path to the program."""
+    return shlex.join([NAME, *_Invoked.arguments])
 
 
 def command_name() -> str:

@@ -9,6 +9,17 @@ import os
 from pathlib import Path
 
 from hoist.tools.errors import ReportError, ReportRefusedError
+from hoist.tools.invoked import install_command
+
+
+def check_drawing(what: str) -> None:
+    """Raise ReportRefusedError, which says that ``what`` needs them, unless the extra `report`'s packages are there."""
+    try:
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ModuleNotFoundError as error:
+        command = install_command("altair vl-convert-python")
+        raise ReportRefusedError(f"{what} needs {error.name}, which is not installed: {command}") from error
 
 
 def check_target(path: Path, store: Path | None, *, option: str) -> Path:

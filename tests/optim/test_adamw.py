@@ -82,8 +82,18 @@ class Stage:
         lr: float,
         weight_decay: float | Sequence[float],
         piece_elements: int | None = None,
+        whole: bool = False,
     ) -> list[PieceReport]:
-        """One optimizer step; a gradient of None leaves its tensor alone."""
+        """One optimizer step; a gradient of None leaves its tensor alone.
+
+        ``whole``: from float32 weights as they are when loaded, and with rubbish in their halves.
+        """
+        weights = None
+        if whole:
+            weights = torch.empty(self.num_elements)
+            merge(self.hi, self.lo, weights)
+            for half in (self.hi, self.lo):
+                half.view(torch.int16).fill_(0x5A5A)
         decays = [weight_decay] * len(gradients) if isinstance(weight_decay, float) else list(weight_decay)
         packed = torch.full((self.num_used,), math.nan)  # what no tensor owns must never be used
         for index, ((start, stop), gradient) in enumerate(zip(self.spans, gradients, strict=True)):
@@ -113,8 +123,13 @@ class Stage:
                     exp_avg_sq=self.exp_avg_sq[begin:end],
                     gradient=packed[begin:end],
                     segments=segments,
+                    weights=None if weights is None else weights[begin:end],
                 )
             )
+        if weights is not None:  # they must go on as what was stored of them
+            merged = torch.empty(self.num_elements)
+            merge(self.hi, self.lo, merged)
+            assert torch.equal(weights.view(torch.int32), merged.view(torch.int32))
         return reports
 
     def tensor(self, index: int) -> Tensor:
@@ -254,6 +269,67 @@ def test_any_sizes_cuts_and_touched_tensors(sizes: list[int], blocks: int, piece
         fused.step(gradients, lr=1e-2)
     assert_same_bits(stage, fused)
     assert torch.equal(stage.bits()[:, padding], before[:, padding])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=6),
+    blocks=st.integers(1, 80),
+    pieces=st.integers(1, 4),
+    touched=st.lists(st.booleans(), min_size=6, max_size=6),
+    wild=st.lists(st.sampled_from((math.nan, math.inf, -math.inf, 1e38)), max_size=3),
+)
+@settings(deadline=None, max_examples=40)
+def test_loaded_weights_give_the_bits_of_halves(
+    sizes: list[int], blocks: int, pieces: int, touched: list[bool], wild: list[float]
+) -> None:
+    """Whatever was in the halves: gaps, untouched tensors, whole pieces without segments, NaN and infinities too."""
+    tensors = draw([(size,) for size in sizes], seed=0)
+    stages = [Stage(tensors, block_elements=64 * blocks) for _ in range(2)]
+    for step, some in ((1, [True] * 6), (2, touched)):
+        drawn = draw([(size,) for size in sizes], seed=step)
+        for position, value in enumerate(wild):
+            drawn[position % len(sizes)][(7 * position) % sizes[position % len(sizes)]] = value
+        gradients = [gradient if some[index] else None for index, gradient in enumerate(drawn)]
+        reports = [
+            stage.step(gradients, lr=1e-2, weight_decay=0.1, piece_elements=4096 * pieces, whole=whole)
+            for stage, whole in zip(stages, (False, True), strict=True)
+        ]
+        assert reports[0] == reports[1]
+        assert torch.equal(stages[0].bits(), stages[1].bits())
+
+
+def test_loaded_weights_in_more_than_one_block() -> None:
+    """Segments that differ in rate and decay, an untouched tensor as large as a block between them."""
+    shapes = ((SPLIT_BLOCK_ELEMENTS + 77,), (SPLIT_BLOCK_ELEMENTS,), (1001, 3))
+    stages = [Stage(draw(shapes, seed=0)) for _ in range(2)]
+    gradients: list[Tensor | None] = [*draw(shapes, seed=1)]
+    gradients[1] = None
+    for stage, whole in zip(stages, (False, True), strict=True):
+        stage.step(gradients, lr=1e-2, weight_decay=[0.1, 0.0, 0.5], whole=whole)
+    assert torch.equal(stages[0].bits(), stages[1].bits())
+
+
+def test_halves_of_loaded_weights_need_no_segments() -> None:
+    stage = Stage(draw(((100,),), seed=0))
+    before = stage.bits()
+    assert stage.step([None], lr=0.1, weight_decay=0.1, whole=True) == [PieceReport(num_elements=0, learning_rates=())]
+    assert torch.equal(stage.bits(), before)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.zeros(64), "weights must have weight_hi's 128 elements, got 64"),
+        (torch.zeros(128, dtype=torch.bfloat16), "weights must be torch.float32, got torch.bfloat16"),
+        (torch.zeros(256)[::2], "weights must be flat, contiguous and on the CPU"),
+    ],
+)
+def test_wrong_loaded_weights_are_refused(weights: Tensor, message: str) -> None:
+    floats = {name: torch.zeros(128) for name in ("exp_avg", "exp_avg_sq", "gradient")}
+    halves = {name: torch.ones(128, dtype=torch.int16) for name in ("weight_hi", "weight_lo")}
+    with pytest.raises(ValueError, match=message):
+        PieceUpdater(hyperparameters()).update(**halves, **floats, segments=[], weights=weights)
+    assert all(half.eq(1).all() for half in halves.values())
 
 
 def test_same_bits_for_any_number_of_threads(request: pytest.FixtureRequest) -> None:

@@ -16,7 +16,8 @@ import pytest
 from hoist.scheduler.executor import Done, Executor, LaneTime, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane, Op, Part, Resource
-from hoist.scheduler.plan import Buffers, Plan, StageShape, horizontal, vertical
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, Plan, StageShape
 from tests.support.simulation import Simulation
 
 #: Longest that a forced order may take to come about (seconds); only a deadlock lasts so long.

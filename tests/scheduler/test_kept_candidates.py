@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hoist.scheduler.memory import Demand, StageBytes, divide, smallest
-from hoist.scheduler.plan import Plan, StageShape, horizontal, vertical
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan_records import Plan, StageShape
 from hoist.scheduler.residency import Candidate, Keep, candidates
 
 CHUNK = 4096

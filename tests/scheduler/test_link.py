@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, join, link
 from hoist.scheduler.ops import Kind, Op, Part, Resource
-from hoist.scheduler.plan import Plan
+from hoist.scheduler.plan_records import Plan
 
 A, B, C = (Resource(Part.STAGING, number) for number in range(3))
 

@@ -24,7 +24,7 @@ from hoist.scheduler.memory import (
     piece_limit,
     smallest,
 )
-from hoist.scheduler.plan import FROZEN_PIECE
+from hoist.scheduler.plan_records import FROZEN_PIECE
 from hoist.scheduler.residency import Candidate, Keep
 from hoist.tiers.errors import BudgetError
 

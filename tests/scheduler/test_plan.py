@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 
 from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.ops import LANES, Kind, Lane
-from hoist.scheduler.plan import (
-    Buffers,
-    Plan,
-    StageShape,
-    evaluation,
-    flush,
-    horizontal,
-    vertical,
-)
+from hoist.scheduler.ops import LANES, Kind, Lane, Part
+from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, Plan, StageShape
 from tests.support.simulation import Simulation, WrongContentError
 
 Maker = Callable[..., Plan]
@@ -53,6 +46,7 @@ def buffers_for(
     states: int = 2,
     activations: int = MIN_ACTIVATION_SLOTS,
     speculative: bool = False,
+    rereads_weights: bool = False,
     residency: Residency = Residency(),
 ) -> Buffers:
     """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
@@ -65,6 +59,7 @@ def buffers_for(
         num_states=states,
         num_activations=activations,
         speculative=speculative,
+        rereads_weights=rereads_weights,
         kept_weights=residency.weights,
         kept_moments=residency.moments,
         kept_frozen=residency.frozen,
@@ -174,6 +169,7 @@ def test_every_op_finds_what_it_needs(
         states=data.draw(st.integers(1, 4), label="states"),
         activations=data.draw(st.integers(MIN_ACTIVATION_SLOTS, 12), label="activations"),
         speculative=speculative,
+        rereads_weights=data.draw(st.booleans(), label="rereads weights"),
         residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
     )
     sequel = Sequel(make, shapes, buffers)
@@ -237,6 +233,61 @@ def test_delayed_updates_reach_the_borrowers_too(make: Maker) -> None:
     assert [op.refresh for op in flush(shapes, buffers).ops if op.kind is Kind.UPDATE] == [(0, 2), (1,), (2,)]
     for seed in range(10):
         Simulation(shapes, buffers, seed=seed).run(Sequel(make, shapes, buffers).plans(2, 2, 0, 1, 2, 0))
+
+
+# ---------------------------------------------------------------------- weights that are still there
+
+
+def loaded(plan: Plan, kind: Kind) -> list[tuple[int, bool]]:
+    """Stages of the plan's ops of a kind that take weights from a buffer, and whether they are delayed."""
+    return list(dict.fromkeys((op.stage, op.delayed) for op in plan.ops if op.kind is kind and op.loaded))
+
+
+@pytest.mark.parametrize("make", PLANS)
+def test_updates_take_weights_from_where_the_backward_had_them(make: Maker) -> None:
+    """At once always; of the delayed ones those of the first two stages, which the step before has left in memory."""
+    shapes = (StageShape(chunks=(0, 1)),) * 5
+    buffers = buffers_for(5, kept=5, delayed_from=(1,) * 5)
+    plan = make(shapes, 2, buffers, cold=False, pending=True)
+    expected = [(0, True), (1, True), *((stage, False) for stage in (4, 3, 2, 1, 0))]
+    assert loaded(plan, Kind.UPDATE) == loaded(plan, Kind.READ_STATES) == expected
+    assert not [op for op in plan.ops if op.loaded and op.fill]
+    assert loaded(flush(shapes, buffers), Kind.UPDATE) == [(0, True), (1, True)]
+
+
+def test_what_is_made_again_starts_from_the_drive() -> None:
+    """The buffer holds the guess by then."""
+    shapes = (StageShape(chunks=(0, 1)),) * 3
+    plan = vertical(shapes, 1, buffers_for(3, delayed_from=(1,) * 3, speculative=True), cold=False, pending=True)
+    assert [op for op in plan.ops if op.redo and op.kind is Kind.UPDATE]
+    assert not [op for op in plan.ops if op.redo and op.loaded]
+
+
+@pytest.mark.parametrize("make", PLANS)
+def test_weights_are_read_again_for_who_checks_reads(make: Maker) -> None:
+    shapes = (StageShape(chunks=(0, 1)),) * 4
+    buffers = buffers_for(4, resident=1, delayed_from=(1,) * 4, rereads_weights=True)
+    for plan in (make(shapes, 2, buffers, cold=False, pending=True), flush(shapes, buffers)):
+        assert not [op for op in plan.ops if op.loaded]
+
+
+def test_the_simulator_sees_a_buffer_that_is_taken_under_an_update() -> None:
+    """Its check of loaded weights can fail: without that read, the next stage but one takes the buffer."""
+    shapes = (StageShape(chunks=(0, 0)),) * 5
+    buffers = buffers_for(5, states=4)
+
+    def careless(linked: LinkedPlan) -> LinkedPlan:
+        ops = (
+            replace(op, reads=tuple(each for each in op.reads if each.part is not Part.WEIGHTS))
+            if op.kind is Kind.UPDATE else op
+            for op in linked.plan.ops
+        )  # fmt: skip
+        return link(replace(linked.plan, ops=tuple(ops)))
+
+    with pytest.raises(WrongContentError):
+        for seed in range(20):
+            plans = [careless(linked) for linked in Sequel(vertical, shapes, buffers).plans(1, 1)]
+            Simulation(shapes, buffers, seed=seed).run(plans)
 
 
 # ---------------------------------------------------------------------- delay

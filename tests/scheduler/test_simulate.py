@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane, Op, Part, Resource
-from hoist.scheduler.plan import Buffers, Plan, StageShape, horizontal, vertical
+from hoist.scheduler.plan import horizontal, vertical
+from hoist.scheduler.plan_records import Buffers, Plan, StageShape
 from hoist.scheduler.simulate import Costs, Machine, Simulation, bounds, simulate
 from tests.support.slow_simulation import SlowSimulation
 

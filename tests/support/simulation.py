@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Op
-from hoist.scheduler.plan import Buffers, StageShape
+from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.tiers.slots import SlotTable
 
 #: What a buffer holds while something is being put into it.
@@ -411,7 +411,8 @@ class Simulation:
         find = self.slots.previous_slot if op.redo else self.slots.read_slot
         slot = find(op.stage, self.shapes[op.stage].chunks[op.piece])
         for part in self._stored(op):
-            self._see(flight, ("file", part, op.stage, op.piece, slot), before)
+            if not (op.loaded and part == "weights"):
+                self._see(flight, ("file", part, op.stage, op.piece, slot), before)
         flight.writes["states", op.slot] = (op.stage, op.piece, before)
         if op.stashed:
             self._see(flight, ("stash", op.stage, op.piece), ("final", op.stage, before))
@@ -424,6 +425,12 @@ class Simulation:
         made = self._version(op, step)
         gradient = ("state gradient", op.slot) if op.stashed else ("gradient", self.buffers.gradients[op.stage])
         self._see(flight, gradient, ("final", op.stage, before))
+        if op.loaded:  # updated in the weight buffer, whose stage must not be computing
+            buffer = self.buffers.weights[op.stage]
+            self._see(flight, ("holder", buffer), op.stage)
+            self._see(flight, ("weights", buffer, op.stage, op.piece), before)
+            self._see(flight, ("bound", buffer), False)
+            flight.writes["weights", buffer, op.stage, op.piece] = made
         if op.slot >= 0:
             self._see(flight, ("states", op.slot), (op.stage, op.piece, before))
             flight.writes["states", op.slot] = (op.stage, op.piece, made)

@@ -1,4 +1,4 @@
-"""How fast weights come in and go out: python -m hoist.tools.bench.checkpoint_import --directory /nvme
+"""For developers: how fast weights come in and go out. python -m hoist.tools.bench.checkpoint_import --directory /nvme
 
 Makes a checkpoint of a Llama shape, imports it into a store and exports it again, in turn with plain writes of as many
 bytes to the same drive, and compares. What a store of moments costs beside the weights is no part of it.
@@ -6,7 +6,6 @@ bytes to the same drive, and compares. What a store of moments costs beside the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -15,17 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from hoist.optim import AdamWHyperparameters, Schedule
-from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
@@ -33,11 +29,18 @@ from hoist.scheduler.stages import split
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.probe import measure_bandwidth
+from hoist.tools.bench.developing import make_parser
+from hoist.tools.bench.shapes import model_config
+from hoist.tools.bench.sides.work import make_checkpoint
+from hoist.tools.bench.turns import trainer_config
 from hoist.tools.export import export_store
 from hoist.tools.import_weights import checkpoint_weights
 from hoist.tools.model_files import save_model_files
 from hoist.tools.presets import load_model_source
 from hoist.tools.sizes import parse_bytes
+
+#: Of the model that is made.
+VOCAB = 32_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,28 +66,20 @@ class Result:
         return self.export_seconds / self.write_seconds
 
 
-def make_checkpoint(folder: Path, *, num_layers: int, hidden: int, dtype: torch.dtype) -> None:
-    """A model with random weights and its config, in ``folder``."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=32_000, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=num_layers,
-        num_attention_heads=hidden // 64,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
-    model.to(dtype).save_pretrained(folder)
-
-
 def bench(directory: Path, *, num_layers: int, hidden: int, dtype: torch.dtype, rounds: int, budget: int) -> Result:
     """Measure in a new folder under ``directory``, which is removed."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="hoist-bench-") as name:
         folder = Path(name)
-        make_checkpoint(folder / "model", num_layers=num_layers, hidden=hidden, dtype=dtype)
+        make_checkpoint(
+            folder / "model", model_config(hidden=hidden, layers=num_layers, vocab=VOCAB), dtype=dtype
+        )
         source = load_model_source(str(folder / "model"))
         checkpoint = source.checkpoint
         if checkpoint is None:
             raise AssertionError(f"{folder / 'model'} was saved without weights")
         model = split(build_model(source.config))
-        setup = prepare(model, lay_out_stages(model), _config(budget))
+        options = trainer_config(seq_len=64, micro_batch_size=1, num_micro_batches=1, host_memory_bytes=budget)
+        setup = prepare(model, lay_out_stages(model), replace(options, residency=0.0, resident_weights=False))
         num_bytes = 4 * sum(layout.num_elements for layout in setup.layouts)
         store, exported = folder / "store", folder / "exported"
         with choose_engine("auto") as engine:
@@ -122,19 +117,6 @@ def bench(directory: Path, *, num_layers: int, hidden: int, dtype: torch.dtype, 
     )
 
 
-def _config(budget: int) -> TrainerConfig:
-    return TrainerConfig(
-        host_memory_bytes=budget,
-        micro_batch_size=1,
-        seq_len=64,
-        num_micro_batches=1,
-        optimizer=AdamWHyperparameters(lr=1e-4),
-        schedule=Schedule(kind="constant", lr=1e-4, num_steps=1),
-        residency=0.0,
-        resident_weights=False,
-    )
-
-
 def _timed(call: Callable[[], None]) -> float:
     os.sync()
     began = time.perf_counter()
@@ -144,18 +126,12 @@ def _timed(call: Callable[[], None]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hoist.tools.bench.checkpoint_import",
-        description="Time imports and exports of weights beside plain writes of as many bytes.",
-        epilog="Example: python -m hoist.tools.bench.checkpoint_import --directory . --layers 8",
-    )
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure (default: here)")
+    parser = make_parser("checkpoint_import", __doc__)
     parser.add_argument("--layers", type=int, default=16, help="decoder layers (default 16)")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden width, a multiple of 64 (default 1024)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3, help="times that each is done (default 3)")
     parser.add_argument("--host-memory", default="512MiB", help="budget (default 512MiB)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     told = parser.parse_args(arguments)
     result = bench(
         told.directory.absolute(), num_layers=told.layers, hidden=told.hidden, dtype=getattr(torch, told.dtype),

@@ -1,4 +1,4 @@
-"""What commits cost: python -m hoist.tools.bench.commit --directory /nvme
+"""For developers: what commits cost. python -m hoist.tools.bench.commit --directory /nvme
 
 Trains the same steps without commits between them, with one every few steps, and with one every step, by turns in one
 store, and compares the run times. A commit's flush is measured apart. Steps against their limits: `step.py`.
@@ -20,11 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
-from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.models import build_model
-from hoist.scheduler.setup import Setup, lay_out_stages, prepare
+from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.commit import CommitStatistics
@@ -32,11 +30,10 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
+from hoist.tools.bench.developing import add_model_options, make_parser, new_store, parse_shape
+from hoist.tools.bench.shapes import batches, model_config
+from hoist.tools.bench.turns import NEVER, trainer_config
 from hoist.tools.sizes import parse_bytes
-
-#: More steps than any run here has: no commit comes of itself.
-NEVER = 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,19 +91,14 @@ def measure(
     counts: dict[int, int] = {}
     with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-commit-") as folder:
         staged = split(build_model(config))
-        options = TrainerConfig(
-            host_memory_bytes=host_memory_bytes,
-            micro_batch_size=rows,
-            seq_len=seq_len,
-            num_micro_batches=count,
-            optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-            schedule=Schedule(kind="constant", lr=1e-4, num_steps=NEVER),
-            delay=delay,
+        base = trainer_config(
+            seq_len=seq_len, micro_batch_size=rows, num_micro_batches=count, host_memory_bytes=host_memory_bytes
         )
-        setup = prepare(staged, lay_out_stages(staged), options)
+        options = replace(base, delay=delay)
         store = Path(folder) / "store"
-        create_store(store, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}).close()
-        _run(store, staged, setup, engine, replace(options, commit_every=NEVER), config, shape, 1)  # warms up
+        with new_store(store, staged, options, engine) as (_, setup):
+            pass  # each run opens it
+        _run(store, staged, setup, engine, options, config, shape, 1)  # warms up
         for number in range(num_rounds):
             for interval in intervals[:: -1 if number % 2 else 1]:  # so that none always comes after the same one
                 told = replace(options, commit_every=interval or NEVER)

@@ -24,8 +24,8 @@ from hoist.tools.errors import BenchError
 
 BLOCK_ELEMENTS = (2**16, 2**18, 2**20)
 #: Bytes that an update moves per parameter. Plain: weight, gradient and moments read (16), weight and moments written
-#: (12). Split: the same, as the merged weights of a block stay in cache.
-UPDATE_BYTES = 28
+#: (12). Split: the same, as the merged weights of a block stay in cache. Loaded: both halves are written besides.
+UPDATE_BYTES, LOADED_BYTES = 28, 32
 #: A copy reads and writes.
 COPY_BYTES = 2
 
@@ -40,7 +40,7 @@ COLUMNS = (
     Column(key="plain_high_ratio", title="to"),
     Column(key="copy_ratio", title="/copy"),
 )
-_COPY, _PLAIN, _SPLIT = "copy", "fused AdamW", "hoist, split"
+_COPY, _PLAIN, _SPLIT, _LOADED = "copy", "fused AdamW", "hoist, split", "hoist, loaded"
 _HYPERPARAMETERS = AdamWHyperparameters(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
@@ -67,10 +67,11 @@ def run(
     command: str = "hoist bench optim",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Measure updates of ``num_elements`` parameters (12 bytes each for each side) for every number of threads.
+    """Measure updates of ``num_elements`` parameters (12 to 16 bytes each for each side) for every number of threads.
 
-    ``make_updater`` makes hoist's side for a block size. Raises ConfigError for settings that cannot be, BenchError if
-    hoist's weights or moments differ in a bit from plain AdamW's after the same updates.
+    hoist's side is measured both ways in which a step makes updates: from halves alone, and where float32 weights are
+    loaded, as after a stage's backward. ``make_updater`` makes it for a block size. Raises ConfigError for settings
+    that cannot be, BenchError if hoist's weights or moments differ in a bit from plain AdamW's after the same updates.
     """
     for block in block_elements:
         if block < 1 or block % SEGMENT_ALIGN_ELEMENTS:
@@ -102,8 +103,10 @@ def run(
         columns=COLUMNS,
         rows=tuple(rows),
         notes=(
-            f"an update moves {UPDATE_BYTES} bytes a parameter on both sides (split halves are as large as float32); a "
-            f"copy moves {COPY_BYTES} bytes a byte",
+            f"{_SPLIT}: from both halves of the weights; {_LOADED}: float32 weights are in memory, as after a stage's "
+            "backward",
+            f"an update moves {UPDATE_BYTES} bytes a parameter (split halves are as large as float32), {LOADED_BYTES} "
+            f"where weights are loaded; a copy moves {COPY_BYTES} bytes a byte",
             *load_note(machine),
         ),
     )
@@ -121,7 +124,11 @@ def _measure(
     weights, gradient = (torch.randn(num_elements, generator=generator) for _ in range(2))
     plain = _Plain(weights, gradient, num_elements)
     plain_sides = {block: _Plain(weights, gradient, block) for block in block_elements}
-    split_sides = {block: _Split(weights, gradient, make_updater(block)) for block in block_elements}
+    hoist_sides = {
+        (what, block): _Split(weights, gradient, make_updater(block), loaded=what == _LOADED)
+        for what in (_SPLIT, _LOADED)
+        for block in block_elements
+    }
     source, target = torch.empty(num_elements).fill_(1.0), torch.empty(num_elements)
 
     def copy() -> float:
@@ -131,16 +138,16 @@ def _measure(
 
     sides: dict[tuple[str, int | None], Callable[[], float]] = {(_COPY, None): copy, (_PLAIN, None): plain.update}
     sides |= {(_PLAIN, block): side.update for block, side in plain_sides.items()}
-    sides |= {(_SPLIT, block): side.update for block, side in split_sides.items()}
+    sides |= {key: side.update for key, side in hoist_sides.items()}
     for side in sides.values():
         side()  # pages are touched, the kernel is warm
     seconds = interleaved(sides, rounds, told=progress)
-    for block, updated in split_sides.items():
+    for (what, block), updated in hoist_sides.items():
         if not (updated.merged().equal(plain.weights) and updated.states.has_moments_of(plain.states)):
-            raise BenchError(f"blocks of {block}: hoist's states are not plain AdamW's after {rounds + 1} updates")
+            raise BenchError(f"{what}, blocks of {block}: states are not plain AdamW's after {rounds + 1} updates")
     rows = []
     for (what, block_size), spread in ((name, Spread.of(found)) for name, found in seconds.items()):
-        per_element = 4 * COPY_BYTES if what == _COPY else UPDATE_BYTES
+        per_element = {_COPY: 4 * COPY_BYTES, _LOADED: LOADED_BYTES}.get(what, UPDATE_BYTES)
         against = None if (what, block_size) in ((_COPY, None), (_PLAIN, None)) else ratios(
             seconds[_PLAIN, None], seconds[what, block_size]
         )
@@ -188,13 +195,16 @@ class _Plain:
 
 
 class _Split:
-    """hoist's side: the same states, with split weights."""
+    """hoist's side: the same states, with split weights; ``loaded``: and what they are merged to in memory."""
 
-    def __init__(self, weights: torch.Tensor, gradient: torch.Tensor, updater: PieceUpdater) -> None:
+    def __init__(
+        self, weights: torch.Tensor, gradient: torch.Tensor, updater: PieceUpdater, *, loaded: bool
+    ) -> None:
         self.states = _States(gradient)
         self._hi = torch.empty_like(weights, dtype=torch.int16)
         self._lo = torch.empty_like(weights, dtype=torch.int16)
         split(weights, self._hi, self._lo)
+        self._loaded = weights.clone() if loaded else None
         self._updater = updater
         self._step = 0
 
@@ -208,7 +218,7 @@ class _Split:
         started = time.perf_counter()
         self._updater.update(
             weight_hi=self._hi, weight_lo=self._lo, exp_avg=self.states.exp_avg, exp_avg_sq=self.states.exp_avg_sq,
-            gradient=self.states.gradient, segments=[segment],
+            gradient=self.states.gradient, segments=[segment], weights=self._loaded,
         )  # fmt: skip
         return time.perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""What telling costs: python -m hoist.tools.bench.overhead --directory /nvme
+"""For developers: what telling costs. python -m hoist.tools.bench.overhead --directory /nvme
 
 The same steps with STORE/status.json written every second and the timeline kept, and without: by turns, in one process.
 What is done for every document and every line of metrics is measured beside it, also of a model of 1000 tiny stages,
@@ -20,13 +20,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.optim import Schedule
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.metrics_log import LineFile
 from hoist.scheduler.models import build_model
 from hoist.scheduler.module_stages import stage_modules
-from hoist.scheduler.setup import Setup, lay_out_stages, prepare
+from hoist.scheduler.setup import Setup
 from hoist.scheduler.stages import StagedModel, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
@@ -34,7 +33,9 @@ from hoist.tiers.format import STATUS_NAME
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
-from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
+from hoist.tools.bench.developing import add_model_options, make_parser, new_store, parse_shape
+from hoist.tools.bench.shapes import batches, model_config
+from hoist.tools.bench.turns import trainer_config
 from hoist.tools.sizes import parse_bytes
 
 #: Documents and lines whose cost is measured.
@@ -77,14 +78,11 @@ def made(
     directory: Path, engine: IoEngine, model: StagedModel, config: TrainerConfig
 ) -> Iterator[tuple[Store, Setup]]:
     """A new store and its setup; removed at the end."""
-    setup = prepare(model, lay_out_stages(model), config)
     with (
         tempfile.TemporaryDirectory(dir=directory, prefix="bench-overhead-") as folder,
-        create_store(
-            Path(folder) / "store", model=model, setup=setup, engine=engine, source=initialised(0), attributes={}
-        ) as store,
+        new_store(Path(folder) / "store", model, config, engine) as found,
     ):
-        yield store, setup
+        yield found
 
 
 def cost(trainer: Trainer, store: Store, last: Mapping[str, object]) -> Cost:
@@ -120,25 +118,20 @@ def measure_steps(
     rounds: int,
     steps: int,
 ) -> tuple[Overhead, Cost]:
-    """Turns of ``steps`` steps of each side."""
+    """Turns of ``steps`` steps of each side, ``rounds`` (at least 1) pairs; and what a document took after the last."""
     seq_len, rows, count = shape
     config = model_config(hidden=hidden, layers=layers, vocab=vocab)
-    options = TrainerConfig(
-        host_memory_bytes=host_memory_bytes,
-        micro_batch_size=rows,
-        seq_len=seq_len,
-        num_micro_batches=count,
-        optimizer=AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-        schedule=Schedule(kind="constant", lr=1e-4, num_steps=2 * rounds * (steps + 1)),
+    quiet = trainer_config(
+        seq_len=seq_len, micro_batch_size=rows, num_micro_batches=count, host_memory_bytes=host_memory_bytes
     )
     model, feed = split(build_model(config)), batches(config, shape)
     taken: dict[bool, list[float]] = {True: [], False: []}
-    documents, found = 0, None
-    with choose_engine() as engine, made(directory, engine, model, options) as (store, setup):
+    documents, costs = 0, list[Cost]()
+    with choose_engine() as engine, made(directory, engine, model, quiet) as (store, setup):
         for turn in range(2 * rounds):
             told = turn % 4 in (0, 3)  # neither side is always the first of a pair
-            config_now = options if told else replace(options, status_seconds=0.0)
-            with Trainer(model=model, store=store, engine=engine, config=config_now, setup=setup) as trainer:
+            options = replace(quiet, status_seconds=1.0) if told else quiet
+            with Trainer(model=model, store=store, engine=engine, config=options, setup=setup) as trainer:
                 last = trainer.step(next(feed))
                 trainer.wait()
                 began = time.perf_counter()
@@ -148,10 +141,10 @@ def measure_steps(
                 taken[told].append((time.perf_counter() - began) / steps)
                 if told:
                     documents += json.loads((store.directory / STATUS_NAME).read_bytes())["sequence"]
-                found = cost(trainer, store, last.to_json())
+                costs.append(cost(trainer, store, last.to_json()))
                 trainer.commit()
-    assert found is not None
-    return Overhead(told_seconds=tuple(taken[True]), quiet_seconds=tuple(taken[False]), documents=documents), found
+    overhead = Overhead(told_seconds=tuple(taken[True]), quiet_seconds=tuple(taken[False]), documents=documents)
+    return overhead, costs[-1]
 
 
 def measure_tiny(directory: Path, num_stages: int) -> Cost:
@@ -210,6 +203,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
     parser.add_argument("--stages", type=int, default=1000, help="tiny stages of the longest document; 0: none")
     arguments = parser.parse_args()
+    for name in ("rounds", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: {getattr(arguments, name)} is not positive")
     warm_up()
     directory = arguments.directory.absolute()
     overhead, own = measure_steps(

@@ -16,22 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
 from hoist.tools.bench.children import run_child
 from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, Plot
 from hoist.tools.bench.places import refuse_memory, refuse_place, temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config, refuse_longer
 from hoist.tools.bench.sides.job import Job, SideResult, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
 from hoist.tools.bench.sides.running import hoist_side, import_tree, plain_side, run_side
-from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, model_of, num_parameters
+from hoist.tools.bench.sides.work import WorkRequest
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
-from hoist.tools.text import ModelTokenizer
 
 COLUMNS = (
     Column(key="side", title="side"),
@@ -69,6 +64,7 @@ class Peer:
     tried: bool = False
     """Whether it runs here is found out by trying a tiny model."""
     checkpointing: bool = True
+    """Its layers are computed again in the backward."""
 
 
 _IN_RAM = "weights, gradients and both moments must fit in RAM"
@@ -99,21 +95,12 @@ class Request:
 
     directory: Path
     """On the drive; everything is made in a folder below it, which is removed afterwards."""
-    model: Path | None
-    """A Hugging Face directory with config.json and model.safetensors; None: ``hidden`` and ``num_layers``."""
-    hidden: int
-    num_layers: int
-    seq_len: int
-    micro_batch_size: int
-    num_micro_batches: int
-    num_steps: int
-    """Of a run; the first is not counted."""
+    work: WorkRequest
     num_rounds: int
     host_memory_bytes: Sequence[int]
     """hoist's budgets: a row each."""
     peers: Sequence[str]
     """Of :data:`PEERS`; ``torch``, to which ratios are, is always among them."""
-    lr: float = 1e-4
 
 
 def run(
@@ -129,7 +116,12 @@ def run(
     not be compared. A peer that does not run on this machine has a row that says so. Nothing is left behind.
     """
     request = replace(request, directory=request.directory.absolute())
-    config = _checked(request)
+    request.work.check()
+    num_parameters = request.work.num_parameters()
+    refuse_place(request.directory, needed_bytes=_BYTES_PER_PARAMETER * num_parameters, on_drive=True)
+    refuse_memory(
+        _MEMORY_BYTES_PER_PARAMETER * num_parameters, "peers hold all states in memory", "give a smaller model"
+    )  # fmt: skip
     machine = look(request.directory)
     chosen = {name: peer for name, peer in PEERS.items() if name in request.peers or name == "torch"}
     told("trying the peers", 0, 0)
@@ -138,7 +130,7 @@ def run(
         folder = cleanup.enter_context(temporary_folder(request.directory))
         tree = cleanup.enter_context(import_tree(folder))
         told("making the checkpoint", 0, 0)
-        work = _work(request, config, folder)
+        work = request.work.make(folder)
         sides: dict[str, Callable[[], SideResult]] = {}
         for budget in request.host_memory_bytes:
             job = Job(work=work, directory=str(folder / "run"), options={"host_memory_bytes": budget})
@@ -153,21 +145,6 @@ def run(
         found = interleaved(sides, request.num_rounds, told=partial(told, "comparing"))
     refuse_unless_same(found)
     return outcome_of(request, machine, work, found, chosen, absent, command)
-
-
-def _checked(request: Request) -> PreTrainedConfig:
-    """The model's config, of a request that can be carried out, as far as can be seen at once."""
-    if request.model is not None:
-        config = model_of(request.model)
-    else:
-        config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
-    refuse_longer(config, request.seq_len)
-    count = num_parameters(config)
-    refuse_place(request.directory, needed_bytes=_BYTES_PER_PARAMETER * count, on_drive=True)
-    refuse_memory(
-        _MEMORY_BYTES_PER_PARAMETER * count, "peers hold all states in memory", "give a smaller model"
-    )  # fmt: skip
-    return config
 
 
 def refuse_unless_same(found: Mapping[str, Sequence[SideResult]]) -> None:
@@ -211,30 +188,6 @@ def _named(budget: int) -> str:
     return f"hoist, {show_bytes(budget)}"
 
 
-def _work(request: Request, config: PreTrainedConfig, folder: Path) -> Work:
-    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
-    model, tokenizer = folder / "model", None
-    if request.model is not None:
-        model = request.model.absolute()
-        tokenizer = ModelTokenizer.find(model)
-    else:
-        make_checkpoint(model, config)
-    tokens = folder / "tokens.npy"
-    a_step = request.num_micro_batches * request.micro_batch_size * request.seq_len
-    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    make_tokens(tokens, request.num_steps * a_step, vocab_size=vocab_size, tokenizer=tokenizer)
-    return Work(
-        model=str(model),
-        tokens=str(tokens),
-        seq_len=request.seq_len,
-        micro_batch_size=request.micro_batch_size,
-        num_micro_batches=request.num_micro_batches,
-        num_steps=request.num_steps,
-        lr=request.lr,
-        num_threads=torch.get_num_threads(),
-    )
-
-
 def outcome_of(
     request: Request,
     machine: Machine,
@@ -245,10 +198,7 @@ def outcome_of(
     command: str,
 ) -> Outcome:
     """The table of results that may be compared."""
-    shape = f"Llama of {request.num_layers} layers, hidden {request.hidden}, random weights"
-    # Files that were made are gone when this is read.
-    work = replace(work, model=str(request.model or shape), tokens="Python's own sources")
-    yardstick = [_median_step(one) for one in found["torch"]]
+    yardstick = [one.median_step_seconds for one in found["torch"]]
     rows = [
         _row(chosen[name].title if name in chosen else name, chosen.get(name), results, yardstick)
         for name, results in found.items()
@@ -267,10 +217,10 @@ def outcome_of(
         command=command,
         machine=machine,
         settings={
-            "work": asdict(work),
+            "work": asdict(request.work.described(work)),
             "host_memory_bytes": list(request.host_memory_bytes),
             "rounds": request.num_rounds,
-            "runs": {name: keep(results, work) for name, results in found.items()},
+            "runs": {name: request.work.kept(results) for name, results in found.items()},
         },
         columns=COLUMNS,
         rows=tuple(rows),
@@ -285,15 +235,11 @@ def outcome_of(
     )
 
 
-def _median_step(one: SideResult) -> float:
-    return Spread.of(one.step_seconds[1:]).median
-
-
 def _row(title: str, peer: Peer | None, results: Sequence[SideResult], yardstick: Sequence[float]) -> dict[str, Any]:
     """What was measured of a side; ``yardstick``: a torch step's seconds in the same rounds."""
     measured: dict[str, Spread] = {
         "step_seconds": Spread.of([value for one in results for value in one.step_seconds[1:]]),
-        "torch_ratio": ratios([_median_step(one) for one in results], yardstick),
+        "torch_ratio": ratios([one.median_step_seconds for one in results], yardstick),
         "peak_bytes": Spread.of([one.peak_bytes - one.baseline_bytes for one in results]),
         "read_bytes": Spread.of([value for one in results for value in one.read_bytes[1:]]),
         "written_bytes": Spread.of([value for one in results for value in one.written_bytes[1:]]),

@@ -1,4 +1,4 @@
-"""How well steps are predicted: python -m hoist.tools.bench.prediction --directory /nvme
+"""For developers: how well steps are predicted. python -m hoist.tools.bench.prediction --directory /nvme
 
 For each case: the prediction that `hoist train` makes before the first step, beside the steps, and the bytes of both.
 Nothing is fitted to the steps. The two take turns, as other work on the machine disturbs both; medians are compared.
@@ -10,24 +10,22 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from hoist.optim import AdamWHyperparameters, Schedule
-from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.preflight import DrivePlace, Prediction, predict
-from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.choose import choose_engine
-from hoist.tools.bench.shapes import batches, make_parser, model_config
+from hoist.tools.bench.developing import make_parser, new_store
+from hoist.tools.bench.shapes import batches, model_config
+from hoist.tools.bench.turns import trainer_config
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -107,27 +105,21 @@ def measure(directory: Path, case: Case, *, rounds: int) -> Row:
     config = model_config(hidden=case.hidden, layers=case.layers, vocab=case.vocab)
     with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-prediction-") as folder:
         staged, other = split(build_model(config)), split(build_model(config))
-        options = TrainerConfig(
+        base = trainer_config(
+            seq_len=case.seq_len, micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches,
             host_memory_bytes=parse_bytes(case.host_memory),
-            micro_batch_size=case.micro_batch_size,
-            seq_len=case.seq_len,
-            num_micro_batches=case.num_micro_batches,
-            optimizer=AdamWHyperparameters(lr=1e-4),
-            schedule=Schedule(kind="constant", lr=1e-4, num_steps=10**6),
-            delay=case.delay,
-            residency=case.residency,
-            resident_weights=case.residency > 0.0,
-            commit_every=10**6,
-        )
-        setup = prepare(staged, lay_out_stages(staged), options)
-        store = create_store(
-            Path(folder) / "store", model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
+        )  # fmt: skip
+        options = replace(
+            base, delay=case.delay, residency=case.residency, resident_weights=case.residency > 0.0, status_seconds=1.0
         )
         feed = batches(config, (case.seq_len, case.micro_batch_size, case.num_micro_batches))
         found: list[StepMetrics] = []
         predictions: list[Prediction] = []
         preflight_seconds: list[float] = []
-        with store, Trainer(model=staged, store=store, engine=engine, config=options, setup=setup) as trainer:
+        with (
+            new_store(Path(folder) / "store", staged, options, engine) as (store, setup),
+            Trainer(model=staged, store=store, engine=engine, config=options, setup=setup) as trainer,
+        ):
             for _ in range(rounds):
                 began = time.perf_counter()
                 made, _ = predict(other, setup, options, engine=engine, drives=[DrivePlace(directory=Path(folder))])

@@ -6,8 +6,8 @@ sleep in it and its I/O alone. What the layers are: `sides/sleeping.py`; with re
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,12 +22,10 @@ from rich.text import Text
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from hoist.optim import AdamWHyperparameters, Schedule
+from hoist.optim import AdamWHyperparameters
 from hoist.scheduler import memory
 from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.creation import create_store
-from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
@@ -38,11 +36,13 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
-from hoist.tools.bench.lanes import LANES, draw_timeline
+from hoist.tools.bench.lanes import LANES
 from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, column_texts
-from hoist.tools.bench.places import refuse_place, temporary_folder
+from hoist.tools.bench.places import temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
+from hoist.tools.bench.shapes import check_sleep
+from hoist.tools.bench.sides.in_memory import adamw, one_step
 from hoist.tools.bench.sides.job import Sleep
 from hoist.tools.bench.sides.sleeping import (
     HIDDEN,
@@ -54,6 +54,7 @@ from hoist.tools.bench.sides.sleeping import (
     sleeping_config,
 )
 from hoist.tools.bench.sleep_presets import Preset, bytes_here, figures, in_words, scaled
+from hoist.tools.bench.turns import Step, Turn, moved_bytes, take_turn, trainer_config
 from hoist.tools.errors import BenchError
 
 SEQ_LEN = 8
@@ -66,10 +67,6 @@ LOSS_TOLERANCE = 1e-6
 #: Norms that no step's gradients reach, and that all of them exceed.
 NEVER, ALWAYS = 1e9, 1e-9
 _OPTIMIZER = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-#: No commit falls due: every turn begins at the one that made the store.
-_NO_COMMIT = 10**6
-
-Step = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,23 +111,19 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """Some steps of one case. Losses are those of all, the rest is of all but the first."""
+class SleepTurn:
+    """Some steps of one case."""
 
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    metrics: tuple[StepMetrics, ...]
+    turn: Turn
     spent: Spent
-    """In layers."""
-    lanes: tuple[str, ...]
-    """The last step's timeline, drawn."""
+    """In layers, in the counted steps."""
     io: MixedSpeed
     """As many bytes as a step moves, alone, right after the turn."""
 
     @property
     def io_seconds(self) -> float:
         """I/O alone; no more than the io lane was busy, where the drive did better in a step than in the probe."""
-        return min(self.io.seconds, statistics.median(one.busy_seconds["io"] for one in self.metrics))
+        return min(self.io.seconds, statistics.median(one.busy_seconds["io"] for one in self.turn.metrics))
 
 
 def run(
@@ -152,12 +145,10 @@ def run(
     The cases are all of ``micro_batches`` x ``host_memory_bytes`` (none: ``BUDGET_FACTOR`` times the smallest that
     works) x ``runs``. ``preset`` (its name, and what it is) replaces the times in ``sleep`` by those of its machine,
     scaled to this drive. ``lanes`` adds those of each case's last step, drawn, to its row. ``progress`` may raise to
-    stop; nothing is left behind then. Raises ConfigError for a layer or a directory that cannot be, BudgetError for a
-    budget too small, BenchError where losses are not those of plain PyTorch, or a preset's drive is none.
+    stop; nothing is left behind then. Raises ConfigError for a layer that cannot be, BudgetError for a budget too
+    small, BenchError where losses are not those of plain PyTorch, or a preset's drive is none.
     """
-    if sleep.layer_elements < HIDDEN or sleep.layer_elements % HIDDEN:
-        raise ConfigError(f"--layer-elements: {sleep.layer_elements} is not a positive multiple of {HIDDEN}")
-    refuse_place(directory)
+    check_sleep(sleep)
     machine = look(directory)
     notes = load_note(machine)
     settings: dict[str, Any] = {"rounds": rounds, "steps": num_steps, "seq_len": SEQ_LEN, "preset": None}
@@ -171,21 +162,21 @@ def run(
             settings["preset"] = {"name": name, **figures(named, found)}
             notes.append(in_words(name, named, found))
         with _prepared(folder, engine, sleep, micro_batches, runs, host_memory_bytes) as (make_turn, cases):
-            num_calls = rounds * len(cases) * (num_steps + 1)
-            done = 0
+            done, total = 0, rounds * len(cases) * (num_steps + 1)
 
             def tick() -> None:
                 nonlocal done
+                progress(done, total)
                 done += 1
-                progress(done, num_calls)
 
             turns = interleaved(
                 {case: partial(make_turn, case, num_steps=num_steps, tick=tick) for case in cases}, rounds
             )
+        progress(total, total)
     for case in cases:
         expected = losses_in_memory(sleep, case.num_micro_batches, num_steps + 1, clip_norm=case.run.clip_norm)
-        for turn in turns[case]:
-            check_losses(case.name, turn.losses, expected)
+        for one in turns[case]:
+            check_losses(case.name, one.turn.losses, expected)
     rows = [_row(case, turns[case], sleep, lanes=lanes) for case in cases]
     late, calls = (sum(row[key] for row in rows) for key in ("late_calls", "calls"))
     if late:
@@ -254,25 +245,9 @@ def losses_in_memory(
             if name.startswith("model.layers."):
                 shape = (sleep.layer_elements // HIDDEN, HIDDEN)
             weight.copy_(initial_weight(name, shape, seed=0)[: weight.shape[0]])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=_OPTIMIZER.betas, eps=_OPTIMIZER.eps, weight_decay=_OPTIMIZER.weight_decay,
-        fused=True,
-    )  # fmt: skip
-    losses = []
-    for number in range(num_steps):
-        step = step_of(number, num_micro_batches)
-        num_items = sum(batch["labels"][:, 1:].numel() for batch in step)
-        parts = []
-        for batch in step:
-            loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
-            loss.backward()
-            parts.append(loss.detach())
-        if clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(float(torch.stack(parts).sum()))
-    return losses
+    optimizer = adamw(model, replace(_OPTIMIZER, lr=lr))
+    steps = ([batch["input_ids"] for batch in step_of(number, num_micro_batches)] for number in range(num_steps))
+    return [one_step(model, optimizer, step, clip_norm=clip_norm) for step in steps]
 
 
 def check_losses(name: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
@@ -305,7 +280,15 @@ def _fill(stage: Stage, values: Mapping[str, Tensor], _staging: Tensor) -> None:
         value.copy_(initial_weight(name, value.shape, seed=0))
 
 
-MakeTurn = Callable[..., Turn]
+def _feed(num_micro_batches: int, tick: Callable[[], None]) -> Iterator[Step]:
+    """The same steps each time; ``tick`` is called before each, and may raise to stop."""
+    for number in itertools.count():
+        tick()
+        yield step_of(number, num_micro_batches)
+
+
+#: Takes a case, and by name ``num_steps`` and ``tick``, which is called before each step.
+MakeTurn = Callable[..., SleepTurn]
 
 
 @contextmanager
@@ -336,89 +319,43 @@ def _prepared(
     store = folder / "store"
     create_store(store, model=staged, setup=largest, engine=engine, source=_fill, attributes={}).close()
 
-    def make_turn(case: Case, *, num_steps: int, tick: Callable[[], None]) -> Turn:
+    def make_turn(case: Case, *, num_steps: int, tick: Callable[[], None]) -> SleepTurn:
         with (
             Store.open(store, engine=engine) as opened,
             Trainer(
                 model=staged, store=opened, engine=engine, config=_config(case), setup=setups[case]
             ) as trainer,
         ):  # fmt: skip
-            probe = partial(measure_mixed, folder, engine)
-            return _turn(trainer, watch, probe, case.num_micro_batches, num_steps, tick)
+            turn = take_turn(trainer, _feed(case.num_micro_batches, tick), num_steps, begin=watch.forget)
+            spent = watch.take()
+            read, written = moved_bytes(turn.metrics)
+            io = measure_mixed(folder, engine, read_bytes=read, written_bytes=written)
+            return SleepTurn(turn=turn, spent=spent, io=io)
 
     yield make_turn, cases
 
 
 def _config(case: Case) -> TrainerConfig:
-    return TrainerConfig(
-        host_memory_bytes=case.host_memory_bytes,
-        micro_batch_size=1,
-        seq_len=SEQ_LEN,
-        num_micro_batches=case.num_micro_batches,
-        optimizer=_OPTIMIZER,
-        schedule=Schedule(kind="constant", lr=_OPTIMIZER.lr, num_steps=_NO_COMMIT),
-        commit_every=_NO_COMMIT,
-        delay=case.run.delay,
-        clip_norm=case.run.clip_norm,
-        clip_mode=case.run.clip_mode,
-    )
-
-
-def _turn(
-    trainer: Trainer,
-    watch: Watch,
-    probe: Callable[..., MixedSpeed],
-    num_micro_batches: int,
-    num_steps: int,
-    tick: Callable[[], None],
-) -> Turn:
-    """One step that is not counted, since none before it could overlap, and those that are; then their I/O alone."""
-    losses: list[float] = []
-    seconds: list[float] = []
-    metrics: list[StepMetrics] = []
-    lanes: list[str] = []
-    for number in range(num_steps + 1):
-        step = step_of(number, num_micro_batches)
-        began = time.perf_counter()
-        done = trainer.step(step)
-        stopped = time.perf_counter()
-        losses.append(done.loss)
-        if number:
-            seconds.append(stopped - began)
-            metrics.append(done)
-            lanes = draw_timeline(trainer.last_spans, began, stopped)
-        else:
-            watch.take()
-        tick()
-    spent = watch.take()
-    trainer.wait()
-    read, written = _bytes_of(metrics)
-    return Turn(
-        losses=tuple(losses), seconds=tuple(seconds), metrics=tuple(metrics), spent=spent, lanes=tuple(lanes),
-        io=probe(read_bytes=read, written_bytes=written),
+    """No commit falls due: every turn begins at the one that made the store."""
+    base = trainer_config(
+        seq_len=SEQ_LEN, micro_batch_size=1, num_micro_batches=case.num_micro_batches,
+        host_memory_bytes=case.host_memory_bytes, optimizer=_OPTIMIZER,
     )  # fmt: skip
+    return replace(base, delay=case.run.delay, clip_norm=case.run.clip_norm, clip_mode=case.run.clip_mode)
 
 
-def _bytes_of(metrics: Sequence[StepMetrics]) -> tuple[int, int]:
-    """That a step reads and writes: medians."""
-    return (
-        int(statistics.median(one.nvme_read_bytes for one in metrics)),
-        int(statistics.median(one.nvme_written_bytes for one in metrics)),
-    )
-
-
-def _row(case: Case, turns: Sequence[Turn], sleep: Sleep, *, lanes: bool) -> dict[str, Any]:
+def _row(case: Case, turns: Sequence[SleepTurn], sleep: Sleep, *, lanes: bool) -> dict[str, Any]:
     count = case.num_micro_batches
     asleep = sleep_seconds(sleep, count)
-    step = Spread.of([seconds for turn in turns for seconds in turn.seconds])
-    metrics = [one for turn in turns for one in turn.metrics]
-    read, written = _bytes_of(metrics)
-    limits = [max(asleep, turn.io_seconds) for turn in turns]
-    direct = all(turn.io.direct for turn in turns)
+    step = Spread.of([seconds for one in turns for seconds in one.turn.seconds])
+    metrics = [each for one in turns for each in one.turn.metrics]
+    read, written = moved_bytes(metrics)
+    limits = [max(asleep, one.io_seconds) for one in turns]
+    direct = all(one.io.direct for one in turns)
     # Layers that take no time, and states that never move, have no limit.
     compared = direct and all(limit > 0.0 for limit in limits)
-    ratio = ratios([statistics.median(turn.seconds) for turn in turns], limits) if compared else None
-    calls = sum(turn.spent.num_calls for turn in turns)
+    ratio = ratios([statistics.median(one.turn.seconds) for one in turns], limits) if compared else None
+    calls = sum(one.spent.num_calls for one in turns)
     return {
         "micro_batches": count,
         "delay": case.run.delay,
@@ -428,7 +365,7 @@ def _row(case: Case, turns: Sequence[Turn], sleep: Sleep, *, lanes: bool) -> dic
         "step_low_seconds": step.low,
         "step_high_seconds": step.high,
         "sleep_seconds": asleep,
-        "io_seconds": statistics.median(turn.io_seconds for turn in turns),
+        "io_seconds": statistics.median(one.io_seconds for one in turns),
         "step_ratio": ratio.median if ratio else None,
         "step_low_ratio": ratio.low if ratio else None,
         "step_high_ratio": ratio.high if ratio else None,
@@ -440,13 +377,13 @@ def _row(case: Case, turns: Sequence[Turn], sleep: Sleep, *, lanes: bool) -> dic
             for lane in metrics[0].busy_seconds
             for what in ("busy", "stall")
         },
-        "in_layers_seconds": sum(turn.spent.seconds for turn in turns) / len(metrics),
+        "in_layers_seconds": sum(one.spent.seconds for one in turns) / len(metrics),
         "calls": calls,
-        "late_calls": sum(turn.spent.num_late for turn in turns),
-        "most_late_seconds": max(turn.spent.most_late_seconds for turn in turns),
+        "late_calls": sum(one.spent.num_late for one in turns),
+        "most_late_seconds": max(one.spent.most_late_seconds for one in turns),
         "direct": direct,
-        "losses": list(turns[0].losses),
-        **({"lanes": list(turns[-1].lanes)} if lanes else {}),
+        "losses": list(turns[0].turn.losses),
+        **({"lanes": list(turns[-1].turn.lanes)} if lanes else {}),
     }
 
 

@@ -21,7 +21,6 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.scheduler.config import Order, TrainerConfig
-from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.head_loss import slice_tokens
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
@@ -32,19 +31,11 @@ from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tools.bench.lanes import LANES
 from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
-from hoist.tools.bench.places import refuse_memory, refuse_place, temporary_folder
+from hoist.tools.bench.places import refuse_memory, temporary_folder
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import batches, refuse_longer
-from hoist.tools.bench.step_sides import (
-    HoistSide,
-    MemorySide,
-    Side,
-    Step,
-    Turn,
-    reference_model,
-    trainer_config,
-    weights_of,
-)
+from hoist.tools.bench.shapes import batches, check_length
+from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
+from hoist.tools.bench.turns import Step, Turn, moved_bytes, trainer_config
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
 
@@ -166,7 +157,7 @@ def run(
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
     machine = look(directory)
-    setups = _prepare(directory, config, cases)
+    setups = _prepare(config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -306,7 +297,7 @@ def _measure(
     }
 
     def probe(name: str, turn: Turn) -> MixedSpeed:
-        read, written = _bytes_of([turn])
+        read, written = moved_bytes(turn.metrics)
         if name == _RESIDENT and read + written:
             raise BenchError(
                 f"with all states resident a step moved {show_bytes(read + written)}; this machine's memory is too "
@@ -334,7 +325,7 @@ def _row(
     limits = [max(theirs, speed.seconds) for theirs, speed in zip(_medians(resident), moved, strict=True)]
     ratio = ratios(_medians(mine), limits)
     metrics = [one for turn in mine for one in turn.metrics]
-    read, written = _bytes_of(mine)
+    read, written = moved_bytes(metrics)
     per_lane: dict[str, float] = {}
     for lane in LANES:
         name = lane.value
@@ -384,15 +375,6 @@ def _medians(turns: Sequence[Turn]) -> list[float]:
     return [statistics.median(turn.seconds) for turn in turns]
 
 
-def _bytes_of(turns: Sequence[Turn]) -> tuple[int, int]:
-    """Bytes that a step reads and writes: medians."""
-    metrics = [one for turn in turns for one in turn.metrics]
-    return (
-        int(statistics.median(one.nvme_read_bytes for one in metrics)),
-        int(statistics.median(one.nvme_written_bytes for one in metrics)),
-    )
-
-
 def _base(case: Case) -> TrainerConfig:
     """The resident side's: the machine's memory as its budget, of which it takes what all states need."""
     return trainer_config(
@@ -408,13 +390,10 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _prepare(directory: Path, config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
+def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
     """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
-    if not directory.is_dir():
-        raise ConfigError(f"--directory {directory}: no such directory; name one on the drive")
-    refuse_place(directory)
     for case in cases:
-        refuse_longer(config, case.seq_len)
+        check_length(config, case.seq_len)
     staged = split(build_model(config, dropout=0.0))
     refuse_memory(
         MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged), "bench step holds the model in memory three times",

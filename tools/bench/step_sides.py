@@ -1,6 +1,7 @@
 """The sides of `hoist bench step`: hoist's engine on a store, and plain PyTorch in memory, taking turns of some steps.
 
-Each begins with the same weights and is fed by its own iterator; that all did the same is for `step.py` to check.
+Each begins with the same weights and is fed by its own iterator; that all did the same is for `step.py` to check. How
+turns are taken is in `turns.py`, PyTorch's loop in `sides/in_memory.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,39 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, create_store
-from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model, set_dropout
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import Stage, split
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.io.base import IoEngine
-from hoist.tools.bench.lanes import draw_timeline, idle_share
-
-#: A step: micro-batches of int64 ids [B, S], which are the labels, too.
-Step = list[dict[str, Tensor]]
-#: What all sides update with; torch's is made of it.
-OPTIMIZER = AdamWHyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-#: No commit falls due while steps are timed: what one costs is `bench.commit`'s business.
-_NEVER = 2**31
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """Some steps of one side, one after another."""
-
-    losses: tuple[float, ...]
-    """Of every step."""
-    seconds: tuple[float, ...]
-    """Of every step but the first, which has nothing before it that it could overlap with."""
-    metrics: tuple[StepMetrics, ...] = ()
-    """hoist only: of the same steps as ``seconds``."""
-    idle_shares: tuple[float, ...] = ()
-    """hoist only: of each of these steps, the share in which neither the compute nor the io lane was busy."""
-    lanes: tuple[str, ...] = ()
-    """hoist only: the last step's timeline, drawn."""
+from hoist.tools.bench.sides.in_memory import adamw, checkpoint_activations, one_step
+from hoist.tools.bench.turns import OPTIMIZER, Step, Turn, take_turn
 
 
 class Side(Protocol):
@@ -70,32 +46,18 @@ class MemorySide:
         self._model = model
         self._feed = feed
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
-            weight_decay=OPTIMIZER.weight_decay, fused=True,
-        )  # fmt: skip
+            checkpoint_activations(model)
+        self._optimizer = adamw(model, OPTIMIZER)
 
     def turn(self, num_steps: int) -> Turn:
         """See :class:`Side`."""
         losses, seconds = [], []
         for _ in range(num_steps + 1):
-            step = next(self._feed)
+            step = [batch["input_ids"] for batch in next(self._feed)]
             began = time.perf_counter()
-            losses.append(self._step(step))
+            losses.append(one_step(self._model, self._optimizer, step))
             seconds.append(time.perf_counter() - began)
         return Turn(losses=tuple(losses), seconds=tuple(seconds[1:]))
-
-    def _step(self, step: Step) -> float:
-        num_items = sum(batch["labels"][:, 1:].numel() for batch in step)
-        losses = []
-        for batch in step:
-            loss: Tensor = self._model(**batch, num_items_in_batch=num_items, use_cache=False).loss
-            torch.autograd.backward(loss)
-            losses.append(loss.detach())
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return float(torch.stack(losses).sum())
 
 
 class HoistSide(AbstractContextManager["HoistSide"]):
@@ -114,7 +76,8 @@ class HoistSide(AbstractContextManager["HoistSide"]):
     ) -> None:
         """``setup``: what :func:`prepare` made of the same model and ``options``; made here if None.
 
-        Raises BudgetError with nothing made if the budget is too small, StoreRefusedError on a drive too full."""
+        Raises BudgetError with nothing made if the budget is too small, StoreRefusedError on a drive too full.
+        """
         self._feed = feed
         staged = split(build_model(model_config, dropout=0.0))
         setup = setup or prepare(staged, lay_out_stages(staged), options)
@@ -128,26 +91,8 @@ class HoistSide(AbstractContextManager["HoistSide"]):
             raise
 
     def turn(self, num_steps: int) -> Turn:
-        """See :class:`Side`. The wait for the last step's updates is not timed: the next step would hide it."""
-        seconds, losses, shares = [], [], []
-        metrics: list[StepMetrics] = []
-        lanes: list[str] = []
-        for number in range(num_steps + 1):
-            step = next(self._feed)
-            began = time.perf_counter()
-            found = self._trainer.step(step)
-            stopped = time.perf_counter()
-            losses.append(found.loss)
-            if number:
-                seconds.append(stopped - began)
-                metrics.append(found)
-                shares.append(idle_share(self._trainer.last_spans, began, stopped))
-                lanes = draw_timeline(self._trainer.last_spans, began, stopped)
-        self._trainer.wait()
-        return Turn(
-            losses=tuple(losses), seconds=tuple(seconds), metrics=tuple(metrics), idle_shares=tuple(shares),
-            lanes=tuple(lanes),
-        )  # fmt: skip
+        """See :class:`Side`."""
+        return take_turn(self._trainer, self._feed, num_steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,22 +101,6 @@ class HoistSide(AbstractContextManager["HoistSide"]):
             self._trainer.close()
         finally:
             self._store.close()
-
-
-def trainer_config(
-    *, seq_len: int, micro_batch_size: int, num_micro_batches: int, host_memory_bytes: int
-) -> TrainerConfig:
-    """What all of hoist's sides have alike: layer-major, no delay, no commits."""
-    return TrainerConfig(
-        host_memory_bytes=host_memory_bytes,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        num_micro_batches=num_micro_batches,
-        optimizer=OPTIMIZER,
-        schedule=Schedule(kind="constant", lr=OPTIMIZER.lr, num_steps=_NEVER),
-        commit_every=_NEVER,
-        status_seconds=0.0,
-    )
 
 
 def reference_model(config: PreTrainedConfig, directory: Path | None = None) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What a trace costs: python -m hoist.tools.bench.trace --directory /nvme
+"""For developers: what a trace costs. python -m hoist.tools.bench.trace --directory /nvme
 
 Two trainers of the same model, one with a trace and one without, take turns, a step each, and then in the other order.
 Wall time varies with the machine; the processor time of noting an op, measured alone, and of making and writing its
@@ -13,17 +13,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from transformers import LlamaConfig
 
-from hoist.optim import AdamWHyperparameters, Schedule
 from hoist.scheduler.annotate import OpNames
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.executor import Done, Handler
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.models import build_model
@@ -38,7 +36,9 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.manager import Tier
-from hoist.tools.bench.shapes import add_model_options, batches, make_parser, model_config, parse_shape
+from hoist.tools.bench.developing import add_model_options, make_parser, new_store, parse_shape
+from hoist.tools.bench.shapes import batches, model_config
+from hoist.tools.bench.turns import trainer_config
 from hoist.tools.sizes import parse_bytes, show_bytes
 
 
@@ -127,14 +127,10 @@ def measure(
     with ExitStack() as cleanup:
         engine = cleanup.enter_context(choose_engine())
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="bench-trace-")))
-        options = TrainerConfig(
-            host_memory_bytes=host_memory_bytes,
-            micro_batch_size=rows,
-            seq_len=seq_len,
-            num_micro_batches=count,
-            optimizer=AdamWHyperparameters(lr=1e-4),
-            schedule=Schedule(kind="constant", lr=1e-4, num_steps=pairs + 1),
+        base = trainer_config(
+            seq_len=seq_len, micro_batch_size=rows, num_micro_batches=count, host_memory_bytes=host_memory_bytes
         )
+        options = replace(base, status_seconds=1.0)
         path = folder / "trace.json"
         trace = cleanup.enter_context(Trace(path))
         plain, traced = (
@@ -188,11 +184,8 @@ def _trainer(
 ) -> Iterator[Trainer]:
     """A trainer on a new store."""
     staged = split(build_model(config))
-    setup = prepare(staged, lay_out_stages(staged), options)
     with (
-        create_store(
-            directory, model=staged, setup=setup, engine=engine, source=initialised(0), attributes={}
-        ) as store,
+        new_store(directory, staged, options, engine) as (store, setup),
         Trainer(model=staged, store=store, engine=engine, config=options, setup=setup, trace=trace) as trainer,
     ):
         yield trainer

@@ -7,7 +7,6 @@ sides are in `sides/`; results that may not be compared are refused by `sides/ju
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,26 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
 from hoist.scheduler.errors import ConfigError
 from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, shown
 from hoist.tools.bench.places import refuse_place, temporary_folder
 from hoist.tools.bench.reading import read
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
-from hoist.tools.bench.shapes import model_config, refuse_longer
 from hoist.tools.bench.sides import environment
 from hoist.tools.bench.sides.deepspeed_side import Knobs
 from hoist.tools.bench.sides.hoist_side import trainer_config
-from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
+from hoist.tools.bench.sides.job import Job, SideResult, Work
 from hoist.tools.bench.sides.judging import refuse_unless_comparable
 from hoist.tools.bench.sides.running import LIMIT_SECONDS, Side, hoist_side, import_tree, run_side
-from hoist.tools.bench.sides.sleeping import sleeping_config, weight_shapes, write_checkpoint
-from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, model_of, num_parameters, take_tokens
+from hoist.tools.bench.sides.work import WorkRequest
 from hoist.tools.bench.sweeping import Trial, sweep
-from hoist.tools.text import ModelTokenizer
 
 COLUMNS = (
     Column(key="measure", title=""),
@@ -62,22 +55,10 @@ class Request:
     """On the drive; everything is made in a folder below it, which is removed afterwards."""
     environment: Path
     """DeepSpeed's."""
-    model: Path | None
-    """A Hugging Face directory with config.json and model.safetensors; None: ``hidden`` and ``num_layers``."""
-    hidden: int
-    num_layers: int
-    sleep: Sleep | None
-    """Instead of a model: layers that sleep."""
-    data: Path | None
-    """A .npy of ids; None: Python's own sources, as bytes or as the model's tokenizer has them."""
-    seq_len: int
-    micro_batch_size: int
-    num_micro_batches: int
-    num_steps: int
-    """Of a run; the first is not counted."""
-    lr: float
+    work: WorkRequest
     num_rounds: int
     host_memory_bytes: int
+    """hoist's budget."""
     hoist_options: Mapping[str, Any]
     """Further fields of hoist's `TrainerConfig`."""
     knobs: Mapping[str, Any] | None
@@ -112,13 +93,14 @@ def run(
     cannot be made, a side fails, or their results may not be compared. Nothing is left behind but the environment.
     """
     request = replace(request, directory=request.directory.absolute())
-    config = _checked(request)
+    hoist_options = {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
+    _check(request, hoist_options)
     machine = look(request.directory)
     with ExitStack() as cleanup:
         folder = cleanup.enter_context(temporary_folder(request.directory))
         tree = cleanup.enter_context(import_tree(folder))
         told("making the checkpoint", 0, 0)
-        work = _work(request, config, folder)
+        work = request.work.make(folder)
         python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
         theirs = environment.deepspeed_side(python, tree)
         ours = hoist_side()
@@ -129,7 +111,6 @@ def run(
             job = Job(work=task, directory=str(folder / "run"), options=dict(options))
             return run_side(side, job, limit_seconds=limit_seconds, check=check)
 
-        hoist_options = _hoist_options(request)
         trials: list[Trial] = []
         knobs: Mapping[str, Any] = request.knobs or {}
         if request.sweeps:
@@ -158,65 +139,13 @@ def run(
     return _outcome(request, machine, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
 
 
-def _checked(request: Request) -> PreTrainedConfig:
-    """The model's config, of a request that can be carried out, as far as can be seen at once."""
-    if not request.lr > 0.0:
-        raise ConfigError(f"--lr: got {request.lr}, must be above 0: what learns nothing compares nothing")
-    config: PreTrainedConfig
-    if request.model is not None:
-        config = model_of(request.model)
-    elif request.sleep is not None:
-        config = sleeping_config(request.sleep)
-    else:
-        config = model_config(hidden=request.hidden, layers=request.num_layers, vocab=8 * request.hidden)
-    refuse_longer(config, request.seq_len)
-    trainer_config(_what(request, model="", tokens=""), _hoist_options(request))
-    count = (
-        num_parameters(config) if request.sleep is None
-        else sum(math.prod(shape) for shape in weight_shapes(request.sleep).values())
-    )  # fmt: skip
-    refuse_place(request.directory, needed_bytes=_BYTES_PER_PARAMETER * count, on_drive=True)
+def _check(request: Request, hoist_options: dict[str, Any]) -> None:
+    """Raise RefusalErrors and BenchErrors for what cannot be carried out, as far as can be seen at once."""
+    request.work.check()
+    trainer_config(request.work.work(model="", tokens=""), hoist_options)
+    needed_bytes = _BYTES_PER_PARAMETER * request.work.num_parameters()
+    refuse_place(request.directory, needed_bytes=needed_bytes, on_drive=True)
     environment.refuse(request.environment.absolute())
-    return config
-
-
-def _hoist_options(request: Request) -> dict[str, Any]:
-    return {"host_memory_bytes": request.host_memory_bytes, **request.hoist_options}
-
-
-def _what(request: Request, *, model: str, tokens: str) -> Work:
-    return Work(
-        model=model,
-        tokens=tokens,
-        seq_len=request.seq_len,
-        micro_batch_size=request.micro_batch_size,
-        num_micro_batches=request.num_micro_batches,
-        num_steps=request.num_steps,
-        sleep=request.sleep,
-        lr=request.lr,
-        num_threads=torch.get_num_threads(),
-    )
-
-
-def _work(request: Request, config: PreTrainedConfig, folder: Path) -> Work:
-    """The checkpoint and the ids, made below ``folder``, and what is to be done with them."""
-    model, tokenizer = folder / "model", None
-    if request.model is not None:
-        model = request.model.absolute()
-        tokenizer = ModelTokenizer.find(model)
-    elif request.sleep is not None:
-        model.mkdir()
-        write_checkpoint(model, request.sleep)
-    else:
-        make_checkpoint(model, config)
-    tokens = folder / "tokens.npy"
-    count = request.num_steps * request.num_micro_batches * request.micro_batch_size * request.seq_len
-    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    if request.data is not None:
-        take_tokens(tokens, request.data, count, vocab_size=vocab_size)
-    else:
-        make_tokens(tokens, count, vocab_size=vocab_size, tokenizer=tokenizer)
-    return _what(request, model=str(model), tokens=str(tokens))
 
 
 #: What is compared: title, unit as a key's end, and the values of a run.
@@ -254,24 +183,18 @@ def _outcome(
                 for one in spreads
             ]  # fmt: skip
             rows.append(_row("tokens a second", "_per_second", rates))
-    pairs = ratios([_median_step(one) for one in theirs], [_median_step(one) for one in ours])
+    pairs = ratios([one.median_step_seconds for one in theirs], [one.median_step_seconds for one in ours])
     setting = ", ".join(f"{name} {value}" for name, value in knobs.items()) or "those it begins with"
     notes = [
         f"hoist's step is {pairs.median:.2f} times as fast ({pairs.low:.2f} to {pairs.high:.2f} over "
         f"{pairs.count} pairs of runs)",
         f"DeepSpeed's knobs: {setting}" + (f"; the fastest of {len(trials)} settings" if trials else "; not swept"),
     ]
-    refused = next((one.details.get("save_refused") for one in theirs if one.save_seconds is None), None)
+    refused = next((one.save_refused for one in theirs if one.save_refused is not None), None)
     if refused:
         notes.append(f"ZeRO-Infinity could not save a checkpoint: {refused}")
     notes += load_note(machine)
     what = f"{work.sleep.num_layers} layers that sleep" if work.sleep else "a model"
-    shape = what if work.sleep else f"Llama of {request.num_layers} layers, hidden {request.hidden}"
-    work = replace(  # files that were made are gone when this is read
-        work,
-        model=str(request.model or f"{shape}, random weights"),
-        tokens=str(request.data or "Python's own sources"),
-    )
     return Outcome(
         name="zero-infinity",
         about=(
@@ -283,21 +206,17 @@ def _outcome(
         command=command,
         machine=machine,
         settings={
-            "work": asdict(work),
+            "work": asdict(request.work.described(work)),
             "host_memory_bytes": request.host_memory_bytes,
             "hoist_options": dict(request.hoist_options),
             "knobs": asdict(Knobs.of(dict(knobs))),
             "trials": [asdict(one) for one in trials],
-            "runs": {"hoist": keep(ours, work), "zero_infinity": keep(theirs, work)},
+            "runs": {"hoist": request.work.kept(ours), "zero_infinity": request.work.kept(theirs)},
         },
         columns=COLUMNS,
         rows=tuple(rows),
         notes=tuple(notes),
     )
-
-
-def _median_step(one: SideResult) -> float:
-    return Spread.of(one.step_seconds[1:]).median
 
 
 def _spread(values: Callable[[SideResult], Sequence[float]], results: Sequence[SideResult]) -> Spread | None:

@@ -33,20 +33,14 @@ def report(
 
 def _report(store: Path, html: Path | None, png: Path | None) -> int:
     from hoist.tools.errors import ReportRefusedError
-    from hoist.tools.invoked import install_command
     from hoist.tools.loudness import say
     from hoist.tools.run_report.facts import gather
+    from hoist.tools.targets import check_drawing, check_target, write_file
 
     if html is None and png is None:
         raise ReportRefusedError("nothing to write: give --html FILE, --png FILE or both")
-    try:
-        import altair  # noqa: F401
-        import vl_convert  # noqa: F401
-    except ModuleNotFoundError as error:
-        command = install_command("altair vl-convert-python")
-        raise ReportRefusedError(f"a report needs {error.name}, which is not installed: {command}") from error
+    check_drawing("a report")
     from hoist.tools.run_report.making import report_of
-    from hoist.tools.targets import check_target, write_file
 
     targets = [
         (option, check_target(path, store, option=option), path)

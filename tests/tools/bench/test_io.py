@@ -134,7 +134,8 @@ def test_without_fio_there_is_a_note(
     assert "fio is not installed, so there is nothing to compare with" in " ".join(result.out.split())
     assert max(len(line) for line in result.out.splitlines()) <= 80
     document = json.loads(output.read_text())
-    assert document["command"] == f"hoist bench io {drive} --size 4MiB --block 1MiB --depth 2 --rounds 1"
+    asked_again = f"hoist bench io {drive} --size 4MiB --block 1MiB --depth 2 --rounds 1 --output {output}"
+    assert document["command"] == asked_again
     assert [row["fio_ratio"] for row in document["rows"]] == [None] * 4
 
 
@@ -155,7 +156,7 @@ def test_a_directory_or_a_file_that_cannot_be_used_is_refused_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "missing"
-    assert "missing: cannot make a file there: No such file" in hoist(capfd, "bench", "io", missing).refusal()
+    assert "missing: is not a directory; make it first" in hoist(capfd, "bench", "io", missing).refusal()
     assert "missing is not a directory" in hoist(capfd, "bench", "io", tmp_path, "--output", missing / "x").refusal()
     line = hoist(capfd, "bench", "io", tmp_path, "--size", "100000GiB", "--rounds", 1).refusal()
     assert "cannot allocate" in line

@@ -27,7 +27,9 @@ def test_it_measures_all_sides_and_leaves_threads_as_they_were(capfd: pytest.Cap
     assert result.code == 0
     assert torch.get_num_threads() == before
     document = json.loads(result.out)
-    sides = [("copy", None), ("fused AdamW", None), ("fused AdamW", 4096), ("hoist, split", 4096)]
+    sides = [
+        ("copy", None), ("fused AdamW", None), ("fused AdamW", 4096), ("hoist, split", 4096), ("hoist, loaded", 4096),
+    ]  # fmt: skip
     assert [(row["threads"], row["what"], row["block_elements"]) for row in document["rows"]] == [
         (threads, *side) for threads in (1, 2) for side in sides
     ]
@@ -56,7 +58,7 @@ def test_a_bit_that_differs_is_refused() -> None:
     def careless(block_elements: int) -> PieceUpdater:
         return _Careless(AdamWHyperparameters(lr=1e-3, weight_decay=0.1), block_elements=block_elements)
 
-    with pytest.raises(BenchError, match="blocks of 4096: hoist's states are not plain AdamW's after 2 updates"):
+    with pytest.raises(BenchError, match="hoist, split, blocks of 4096: states are not plain AdamW's after 2 updates"):
         optim.run(num_elements=ELEMENTS, threads=[1], block_elements=[4096], rounds=1, make_updater=careless)
 
 

@@ -22,7 +22,7 @@ from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import fsdp_side, in_memory, torch_side
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
 from hoist.tools.bench.sides.sleeping import write_checkpoint
-from hoist.tools.bench.sides.work import make_checkpoint, make_tokens
+from hoist.tools.bench.sides.work import WorkRequest, make_checkpoint, make_tokens
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
@@ -97,7 +97,7 @@ def test_layers_that_sleep_are_trained_too(tmp_path: Path) -> None:
         (lambda one: replace(one, versions=one.versions | {"torch": "0"}), "versions differ"),
         (lambda one: replace(one, work=replace(one.work, activation_checkpointing=False)), "checkpointing is not on"),
         (lambda one: replace(one, work=replace(one.work, attention="eager")), "settings differ: attention is sdpa"),
-        (lambda one: replace(one, trained_loss=one.trained_loss * 1.001), "differ: .* fsdp2 after the last step"),
+        (lambda one: replace(one, trained_loss=one.losses[0]), "differ: .* fsdp2 after the last step"),
     ],
 )
 def test_peers_that_did_something_else_are_refused(
@@ -120,8 +120,10 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         trained, step_seconds=[99.9] * 3, read_bytes=[10**9] * 3, written_bytes=[10**9] * 3, peak_bytes=2 * 10**9
     )
     request = Request(
-        directory=tmp_path, model=None, hidden=64, num_layers=2, seq_len=8, micro_batch_size=2, num_micro_batches=2,
-        num_steps=3, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
+        directory=tmp_path, num_rounds=1, host_memory_bytes=[2**28], peers=list(PEERS),
+        work=WorkRequest(
+            hidden=64, num_layers=2, seq_len=8, micro_batch_size=2, num_micro_batches=2, num_steps=3, lr=1e-4
+        ),
     )  # fmt: skip
     found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
     absent = {"torchao": "it wants a GPU"}
@@ -162,24 +164,23 @@ def test_a_whole_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_unknown_peers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--peer fsdp: is none; give torch, torch-keep, fsdp2, torchao" in hoist(
-        capfd, "bench", "peers", "--peer", "fsdp"
-    ).refusal()
+    line = hoist(capfd, "bench", "peers", "--peer", "fsdp").refusal()
+    assert line == "--peer: 'fsdp' is not one of torch, torch-keep, fsdp2, torchao"
 
 
 def test_what_is_not_there_is_said_in_a_line(work: Work, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def failed(*arguments: object) -> str:
+    def refused(*arguments: object) -> str:
         return hoist(capfd, "bench", "peers", *arguments, "--peer", "torch").refusal()
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_bytes((Path(work.model) / "config.json").read_bytes())
-    assert "is not a directory; make it first" in failed(tmp_path / "none")
-    assert "has no model.safetensors" in failed(tmp_path, "--model", tmp_path / "model")
+    assert "is not a directory; make it first" in refused(tmp_path / "none")
+    assert "has no model.safetensors" in refused(tmp_path, "--model", tmp_path / "model")
+    assert "--hidden: 65 is not a multiple of 64" in refused(tmp_path, "--hidden", 65)
     dropping = _dropping(work, tmp_path)
-    assert "asks for dropout (attention_dropout 0.5), which each" in failed(tmp_path, "--model", dropping)
-    assert "--hidden: 100 is not a multiple of 64" in failed(tmp_path, "--hidden", 100)
-    assert "--seq-len: 5000 is longer than the 4096 positions" in failed(tmp_path, "--seq-len", 5000)
-    assert "free, and about" in failed(tmp_path, "--hidden", 2**16)
+    assert "asks for dropout (attention_dropout 0.5), which each" in refused(tmp_path, "--model", dropping)
+    assert "--seq-len: 5000 is longer than the 4096 positions" in refused(tmp_path, "--seq-len", 5000)
+    assert "free, and about" in refused(tmp_path, "--hidden", 2**16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dropping", "model"]
 
 

@@ -19,7 +19,8 @@ from hoist.tools.bench.outcome import Column, Outcome, Plot, write
 from hoist.tools.bench.plot import FORMATS, drawn, specification
 from hoist.tools.bench.plot_choice import chosen, spread
 from hoist.tools.bench.reading import read
-from hoist.tools.commands.bench import _tell, app
+from hoist.tools.commands.bench import app
+from hoist.tools.commands.bench.measuring import Telling, measured
 from hoist.tools.errors import BenchError, OutcomeError
 from hoist.tools.run_report.charts import PALETTES
 from tests.support.commands import hoist
@@ -213,8 +214,14 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 def test_what_cannot_be_written_in_the_end_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What was looked at before may have changed, after an hour of measuring."""
+    target = tmp_path / "found.json"
+
+    def measure(telling: Telling) -> Outcome:
+        target.mkdir()
+        return outcome(*rows(1))
+
     with pytest.raises(BenchError, match=r"--output .*: Is a directory"):
-        _tell(outcome(*rows(1)), lambda outcome: None, True, tmp_path)
+        measured(measure, unit="runs", output=target, plot=None, as_json=True)
     assert json.loads(capfd.readouterr().out)["name"] == "io"
 
 

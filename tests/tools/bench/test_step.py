@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,16 +23,8 @@ from hoist.tools.bench import step
 from hoist.tools.bench.lanes import show_lanes
 from hoist.tools.bench.outcome import show
 from hoist.tools.bench.shapes import batches, model_config
-from hoist.tools.bench.step_sides import (
-    HoistSide,
-    MemorySide,
-    Side,
-    Step,
-    Turn,
-    reference_model,
-    trainer_config,
-    weights_of,
-)
+from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
+from hoist.tools.bench.turns import Step, Turn, trainer_config
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
 from tests.support.models import reference_model as other_model
@@ -58,11 +51,12 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Both plans; states are on the drive; every number is there, and the whole fits 80 columns."""
     drive = tmp_path / "drive"
     drive.mkdir()
-    result = hoist(
-        capfd, "bench", "step", "--directory", drive, "--hidden", 64, "--layers", 2, "--vocab", 256,
-        "--micro-batches", 2, "--seq-len", 16, "--host-memory", "3MiB", "--rounds", 2, "--steps", 1,
-        "--lanes", "--json", "--output", tmp_path / "found.json",
-    )  # fmt: skip
+    words = [
+        "bench", "step", "--directory", drive, "--hidden", 64, "--layers", 2, "--vocab", 256, "--micro-batches", 2,
+        "--seq-len", 16, "--host-memory", "3MiB", "--rounds", 2, "--steps", 1, "--lanes", "--json",
+        "--output", tmp_path / "found.json",
+    ]  # fmt: skip
+    result = hoist(capfd, *words)
     assert result.code == 0, result.err
     found = json.loads(result.out)
     assert found == json.loads((tmp_path / "found.json").read_text())
@@ -80,7 +74,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert [line[:10] for line in row["lanes"]] == [" compute |", "      io |", "   optim |", "    copy |"]
     assert found["settings"]["loss_difference_ratio"] <= step.LOSS_BOUND
     assert len({row["resident_seconds"] for row in found["rows"]}) == 1  # both beside the same
-    assert "--plan vertical --plan horizontal --micro-batches 2" in found["command"]
+    assert found["command"] == shlex.join(["hoist", *map(str, words)])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +84,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--hidden", "65"], "--hidden: 65 is not a multiple of 64, the width of a head"),
         (["--seq-len", "4097"], "--seq-len: 4097 is longer than the 4096 positions that the model has"),
         (["--host-memory", "lots"], "--host-memory: 'lots' is not a size; write for instance 4GiB, 512MiB or 1.5GB"),
-        (["--directory", "nowhere"], "--directory nowhere: no such directory; name one on the drive"),
+        (["--directory", "nowhere"], "nowhere: is not a directory; make it first, on the drive that is to be measured"),
     ],
 )
 def test_wrong_words_are_refused(

@@ -21,7 +21,7 @@ from hoist.tools.bench.sides import counters, environment, hoist_side
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_result, write_result
 from hoist.tools.bench.sides.judging import LEAST_LEARNT, LOSS_TOLERANCE, refuse_other_work, refuse_unless_comparable
 from hoist.tools.bench.sides.running import Side, import_tree, run_side
-from hoist.tools.bench.sides.work import keep, make_checkpoint, make_tokens, take_tokens
+from hoist.tools.bench.sides.work import WorkRequest, make_checkpoint, make_tokens, take_tokens
 from hoist.tools.bench.sweeping import sweep
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError, DataError, ModelSourceError, StoppedError
@@ -126,9 +126,7 @@ class TestJudging:
         with pytest.raises(BenchError, match="page cache was warm: it held"):
             refuse_unless_comparable([bench.result, result])
         with pytest.raises(BenchError, match="page cache was warm: the kernel counts 0 bytes"):
-            refuse_unless_comparable(
-                [bench.result, replace(result, cached_bytes=0, details={"least_read_bytes": 10**6})]
-            )
+            refuse_unless_comparable([bench.result, replace(result, cached_bytes=0, least_read_bytes=10**6)])
 
     @pytest.mark.parametrize(
         ("change", "match"),
@@ -233,9 +231,17 @@ class TestWork:
             make_tokens(tmp_path / "taken.npy", 1000, vocab_size=99)
 
     def test_results_that_are_kept_name_no_files_that_are_gone(self, bench: Bench) -> None:
-        (kept,) = keep([bench.result], replace(bench.work, model="a model", tokens="some text"))
+        asked = WorkRequest(
+            hidden=64, num_layers=2, seq_len=SEQ_LEN, micro_batch_size=ROWS, num_micro_batches=MICRO_BATCHES,
+            num_steps=STEPS, lr=1e-3,
+        )  # fmt: skip
+        (kept,) = asked.kept([bench.result])
         assert str(bench.folder) not in json.dumps(kept)
+        assert kept["work"]["model"] == "Llama of 2 layers, hidden 64, random weights"
         assert kept["losses"] == bench.result.losses
+        assert asked.num_parameters() == sum(
+            value.numel() for value in load_file(Path(bench.work.model) / "model.safetensors").values()
+        )
 
 
 class TestRunning:
@@ -318,10 +324,11 @@ class TestCommand:
         command = ("bench", "zero-infinity", tmp_path, "--environment", tmp_path / "environment")
         assert "--layer-elements: 100 is not" in hoist(capfd, *command, "--sleep", "--layer-elements", 100).refusal()
         assert "has no model.safetensors" in hoist(capfd, *command, "--model", tmp_path).refusal()
+        assert "leave --model out" in hoist(capfd, *command, "--model", tmp_path, "--sleep").refusal()
         for option, value, match in (
             ("--lr", 0, "--lr: got 0.0, must be above 0"),
-            ("--delay", 2, "delay"),
-            ("--residency", -1, "residency"),
+            ("--delay", 2, "--delay"),
+            ("--residency", -1, "--residency"),
             ("--hidden", 100, "--hidden: 100 is not a multiple of 64"),
             ("--seq-len", 5000, "--seq-len: 5000 is longer than the 4096 positions"),
             ("--hidden", 2**16, "free, and about"),

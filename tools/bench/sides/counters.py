@@ -168,6 +168,16 @@ def _cached_bytes(descriptor: int, length: int) -> int:
     return total
 
 
+def make_durable(paths: Iterable[Path]) -> None:
+    """Have the drive keep what was written to files and directories."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def drop_cache(files: Iterable[Path]) -> None:
     """Put the files onto their drive and take them out of the page cache, so that whoever reads them reads the drive.
 

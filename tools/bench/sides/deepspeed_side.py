@@ -7,7 +7,6 @@ fields of :class:`Knobs`. Which of them are best is found by `sweeping.py`.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hoist.tools.bench.sides import counters
-from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
+from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, versions, write_result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,27 +176,22 @@ def run(job: Job) -> SideResult:
         name="ZeRO-Infinity",
         work=_applied(work, engine, model, num_steps=engine.global_steps),
         options=job.options,
-        versions={
-            name: importlib.metadata.version(name)
-            for name in ("deepspeed", "torch", "transformers", "numpy", "safetensors")
-        },
+        versions=versions("deepspeed", "torch", "transformers", "numpy", "safetensors"),
         losses=losses,
         step_seconds=steps.seconds,
         read_bytes=steps.read_bytes,
         written_bytes=steps.written_bytes,
+        # A master weight and two moments of each parameter, of four bytes, a step; of parameters themselves, those
+        # of a small tensor stay in memory. Moments are made by the first step.
+        least_read_bytes=12 * num_elements * (work.num_steps - 1),
         cached_bytes=cached_bytes,
         stored_bytes=stored_bytes,
         startup_seconds=startup_seconds,
         save_seconds=save_seconds,
+        save_refused=refused,
         baseline_bytes=baseline_bytes,
         peak_bytes=peak_bytes,
         layer_calls=None if watch is None else watch.take().num_calls,
-        details={
-            # A master weight and two moments of each parameter, of four bytes, a step; of parameters themselves, those
-            # of a small tensor stay in memory. Moments are made by the first step.
-            "least_read_bytes": 12 * num_elements * (work.num_steps - 1),
-            "save_refused": refused,
-        },
     )
 
 
@@ -206,12 +200,7 @@ def _save(engine: Any, directory: Path) -> tuple[float | None, str | None]:
     began = time.perf_counter()
     try:
         engine.save_checkpoint(str(directory))
-        for path in counters.files_below(directory):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        counters.make_durable(counters.files_below(directory))
     except Exception as error:  # what it raises depends on its version
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     return time.perf_counter() - began, None

@@ -6,7 +6,6 @@ same as another side is `judging.py`'s business.
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import time
 from dataclasses import replace
@@ -29,7 +28,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import StageLayout
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up
-from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
+from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, versions, write_result
 from hoist.tools.bench.sides.sleeping import Watch, let_layers_sleep
 from hoist.tools.import_weights import checkpoint_dtypes, checkpoint_weights
 from hoist.tools.presets import ModelSource, load_model_source
@@ -86,7 +85,7 @@ def run(job: Job) -> SideResult:
             startup_seconds = counters.process_seconds()
             counters.drop_cache(counters.files_below(folder))
             if watch is not None:
-                watch.take()  # nothing from before the first step counts
+                watch.forget()  # nothing from before the first step counts
             for number in range(work.num_steps):
                 batches = [{"input_ids": ids, "labels": ids} for ids in windows.step(number)]
                 with steps.measured():
@@ -109,11 +108,12 @@ def run(job: Job) -> SideResult:
         name="hoist",
         work=applied,
         options=job.options,
-        versions={"hoist": __version__, **_versions("torch", "transformers", "numpy", "safetensors")},
+        versions={"hoist": __version__, **versions("torch", "transformers", "numpy", "safetensors")},
         losses=[one.loss for one in metrics],
         step_seconds=steps.seconds,
         read_bytes=steps.read_bytes,
         written_bytes=steps.written_bytes,
+        least_read_bytes=max(0, sum(one.nvme_read_bytes for one in metrics) - blank_bytes),
         cached_bytes=cached_bytes,
         stored_bytes=stored_bytes,
         startup_seconds=startup_seconds,
@@ -123,7 +123,6 @@ def run(job: Job) -> SideResult:
         trained_loss=trained_loss,
         layer_calls=layer_calls,
         details={
-            "least_read_bytes": max(0, sum(one.nvme_read_bytes for one in metrics) - blank_bytes),
             "busy_seconds": [one.busy_seconds for one in metrics],
             "stall_seconds": [one.stall_seconds for one in metrics],
             "last_updates_seconds": waited - began,
@@ -155,10 +154,6 @@ def _blank_bytes(layout: StageLayout) -> int:
     reserved, without asking the drive. Moments, once; and what lies behind a stage's weights, forward and backward.
     """
     return 8 * layout.padded_elements + 8 * (layout.padded_elements - layout.num_elements)
-
-
-def _versions(*names: str) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 if __name__ == "__main__":

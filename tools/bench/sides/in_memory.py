@@ -6,13 +6,12 @@ What such a side adds (how layers are wrapped, which optimizer) is in `torch_sid
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from hoist.tools.bench.sides import counters
 from hoist.tools.bench.sides.feeding import Windows, warm_up, weights_file
-from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, write_result
+from hoist.tools.bench.sides.job import Job, SideResult, Work, read_job, versions, write_result
 from hoist.tools.bench.sides.sleeping import Watch, let_layers_sleep
 
 #: Makes a loaded model what the side trains, and its optimizer.
@@ -71,7 +70,7 @@ def train(name: str, job: Job, prepare: Prepare) -> SideResult:
         name=name,
         work=_applied(work, model, optimizer),
         options=job.options,
-        versions={each: importlib.metadata.version(each) for each in ("torch", "transformers", "numpy", "safetensors")},
+        versions=versions("torch", "transformers", "numpy", "safetensors"),
         losses=losses,
         step_seconds=steps.seconds,
         read_bytes=steps.read_bytes,
@@ -102,10 +101,15 @@ def load(work: Work) -> tuple[PreTrainedModel, Watch | None]:
         raise ValueError(f"{weights_file(work)}: not this model's: {', '.join(wrong[:3])}")
     model.train()
     if work.activation_checkpointing:
-        # older transformers have it under a name that newer ones warn of
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return model, watch
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Have layers computed again in the backward."""
+    # older transformers have it under a name that newer ones warn of
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -116,38 +120,53 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(found)
 
 
-def adamw(model: PreTrainedModel, work: Work) -> torch.optim.Optimizer:
-    """torch's fused one over all parameters, as the work says."""
+class Hyperparameters(Protocol):
+    """AdamW's, as a work and hoist's own record have them."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+def adamw(model: PreTrainedModel, told: Hyperparameters) -> torch.optim.Optimizer:
+    """torch's fused one over all parameters."""
     return torch.optim.AdamW(
-        model.parameters(), lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay, fused=True
+        model.parameters(), lr=told.lr, betas=told.betas, eps=told.eps, weight_decay=told.weight_decay, fused=True
     )
 
 
 def one_step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: Sequence[Tensor], *, clip_norm: float = 0.0
 ) -> float:
-    """Forward and backward of every micro-batch, and the update. Returns the mean loss over the step's labels."""
+    """Forward and backward of every micro-batch (int64 ids [B, S]), and the update.
+
+    Returns the mean loss over the step's labels, added up in float32 in the order of the micro-batches, as hoist does.
+    """
     num_items = sum(ids[:, 1:].numel() for ids in step)
-    loss = 0.0
+    losses: list[Tensor] = []
     for ids in step:
-        found = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
-        found.backward()
-        loss += found.item()
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
     if clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss
+    return float(torch.stack(losses).sum())
 
 
 def loss_of(model: PreTrainedModel, step: Sequence[Tensor]) -> float:
-    """The mean loss over a step's labels, without an update."""
+    """The mean loss over a step's labels, without an update. The model is in evaluation mode afterwards."""
     num_items = sum(ids[:, 1:].numel() for ids in step)
     model.eval()
     with torch.no_grad():
-        return sum(
-            float(model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss) for ids in step
-        )
+        losses = [model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss for ids in step]
+    return float(torch.stack(losses).sum())
 
 
 def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> float:
@@ -159,12 +178,7 @@ def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Pa
         whole |= {f"{name}.{key}": _own(value) for key, value in optimizer.state[parameter].items()}
     path = directory / "states.safetensors"
     save_file(whole, path)
-    for each in (path, directory):
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    counters.make_durable([path, directory])
     return time.perf_counter() - began
 
 

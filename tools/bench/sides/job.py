@@ -6,7 +6,9 @@ its own. Whether two results may be compared is `judging.py`'s business. Nothing
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,9 @@ class SideResult:
     read_bytes: list[int]
     """From the drive, of every step."""
     written_bytes: list[int]
+    """To the drive, of every step."""
+    least_read_bytes: int = 0
+    """What it must have read in all its steps, as far as it knows: less means that a cache has answered."""
     cached_bytes: int
     """Of the side's files on the drive, what was in the page cache after the last step."""
     stored_bytes: int
@@ -91,6 +96,8 @@ class SideResult:
     """From the process's start to its first step."""
     save_seconds: float | None
     """Until a checkpoint after the last step is durable; None: it cannot."""
+    save_refused: str | None = None
+    """Why not."""
     baseline_bytes: int
     """Anonymous and shared resident memory after imports and a first tiny step of torch."""
     peak_bytes: int
@@ -100,7 +107,12 @@ class SideResult:
     layer_calls: int | None = None
     """Forwards and backwards that slept in all steps; None where layers compute."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What this side alone can tell: busy and stalled seconds per lane."""
+    """What this side alone can tell, as JSON has it: busy and stalled seconds per lane. Nothing is decided by it."""
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Of the counted steps: all but the first."""
+        return statistics.median(self.step_seconds[1:])
 
 
 def write_job(job: Job, path: Path) -> None:
@@ -123,6 +135,11 @@ def read_result(path: Path) -> SideResult:
     """What :func:`write_result` wrote."""
     found = json.loads(path.read_text())
     return SideResult(**(found | {"work": _work(found["work"])}))
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of installed packages."""
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def _work(found: dict[str, Any]) -> Work:

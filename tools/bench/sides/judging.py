@@ -64,11 +64,11 @@ def _refuse_cached(one: SideResult) -> None:
             f"{one.name}: the page cache was warm: it held {one.cached_bytes:,} of the {one.stored_bytes:,} bytes of "
             "its files, so a step's reads were not the drive's"
         )
-    least, read = int(one.details.get("least_read_bytes", 0)), sum(one.read_bytes)
-    if read < READ_SHARE * least:
+    read = sum(one.read_bytes)
+    if read < READ_SHARE * one.least_read_bytes:
         raise BenchError(
             f"{one.name}: the page cache was warm: the kernel counts {read:,} bytes read from the drive, and "
-            f"the side must have read {least:,}"
+            f"the side must have read {one.least_read_bytes:,}"
         )
 
 

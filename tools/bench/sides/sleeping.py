@@ -57,6 +57,10 @@ class Watch:
     """Keeps the time of a model's layers. For one thread at a time."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
         self._num_calls = self._num_late = 0
         self._seconds = self._most_late_seconds = 0.0
 
@@ -79,7 +83,7 @@ class Watch:
             seconds=self._seconds,
             most_late_seconds=self._most_late_seconds,
         )
-        self.__init__()  # type: ignore[misc]  # begins anew
+        self.forget()
         return spent
 
 

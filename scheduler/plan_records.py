@@ -1,0 +1,102 @@
+"""What plans are made from and made of: what they need to know of stages, the buffers they may use, a step's ops.
+
+Data alone. `plan.py` makes plans, `memory.py` chooses the buffers from a budget, `ops.py` has the words of ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hoist.scheduler.ops import Op
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageShape:
+    """What a plan needs to know of a stage."""
+
+    chunks: tuple[int, ...]
+    """Chunk of each of its pieces."""
+    has_frozen: bool = False
+    """There are frozen tensors or buffers to read, own or borrowed."""
+    widens: bool = False
+    """Some of these are not computed with as they are stored."""
+    borrowed: tuple[tuple[int, int], ...] = ()
+    """(owner stage, owner's piece) of every piece that holds a part of a borrowed tensor."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the stage's trainable tensors."""
+        return len(self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffers:
+    """How many buffers of each kind a plan may use, and which stage uses which."""
+
+    weights: tuple[int, ...]
+    """Weight buffer of each stage. Neighbours must differ. Buffers 0 and 1 begin at the two ends of one region, which
+    has room for any two neighbours, but not for any two stages; others lie apart."""
+    gradients: tuple[int, ...]
+    """Gradient buffer of each stage; what it says of one without trainable tensors does not matter."""
+    delayed_from: tuple[int, ...] = ()
+    """Per stage, the first piece whose update is delayed into the next step's forward; the first of a chunk, or the
+    number of pieces for none. Empty: nothing is delayed."""
+    speculative: bool = False
+    """The other updates are made before it is known whether the gradients must be scaled, and made again if so."""
+    rereads_weights: bool = False
+    """Every update reads its weights from NVMe, also where a weight buffer still holds them. For `read_check.py`, which
+    checks what is read for updates, and nothing else."""
+    kept_weights: tuple[frozenset[int], ...] = ()
+    """Per stage, the chunks whose weights (both halves) stay in host memory from step to step. Empty: none."""
+    kept_moments: tuple[frozenset[int], ...] = ()
+    """Per stage, those of them whose moments stay there too."""
+    kept_frozen: frozenset[int] = frozenset()
+    """Stages whose frozen tensors stay in host memory."""
+    num_staging: int
+    """Staging slots; at least 1."""
+    num_states: int
+    """Optimizer state slots; at least 1."""
+    num_activations: int
+    """Activation slots; at least ``MIN_ACTIVATION_SLOTS``, or as many as there are boundary activations."""
+
+    def __post_init__(self) -> None:
+        if any(left == right for left, right in zip(self.weights, self.weights[1:], strict=False)):
+            raise ValueError("neighbouring stages must have different weight buffers")
+        if self.num_staging < 1 or self.num_states < 1:
+            raise ValueError("at least one staging and one state slot are needed")
+        for stage, chunks in enumerate(self.kept_moments):
+            if not chunks <= self.kept_weights[stage]:
+                raise ValueError(f"stage {stage}: moments are kept only of chunks whose weights are kept")
+
+
+#: Stands for a stage's frozen tensors among its pieces.
+FROZEN_PIECE = -1
+
+
+def first_trained(stages: Sequence[StageShape]) -> int:
+    """The first stage with trainable tensors: the backward ends there. Raises ValueError if nothing is trained."""
+    for index, stage in enumerate(stages):
+        if stage.num_pieces:
+            return index
+    raise ValueError("stages: none has anything to train")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A step's ops in order. Any topological order of their dependencies gives the same bits."""
+
+    name: str
+    ops: tuple[Op, ...]
+    num_micro_batches: int
+    """Micro-batches that pass through the stages; 0 for a flush."""
+    cold: bool
+    """True: weight buffers hold nothing at the start. False: they hold what the same plan leaves there at its end."""
+    pending: bool
+    """True: the delayed updates of the step before are still to be done."""
+    scratch_activations: tuple[tuple[int, int], ...]
+    """Boundary activations (stage, micro-batch) that are spilled at some time."""
+    scratch_gradients: tuple[int, ...]
+    """Stages whose gradients are spilled at some time."""
+    stashed_gradients: tuple[tuple[int, int], ...]
+    """Pieces (stage, piece) whose gradients wait in scratch for their delayed updates."""
