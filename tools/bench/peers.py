@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, Plot
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.sides.job import Job, SideResult, Work
@@ -108,6 +108,7 @@ def run(
     """
     request = replace(request, directory=request.directory.absolute())
     request.work.check()
+    machine = look(request.directory)
     chosen = {name: peer for name, peer in PEERS.items() if name in request.peers or name == "torch"}
     told("trying the peers", 0, 0)
     absent = {name: why for name, peer in chosen.items() if (why := why_not(peer)) is not None}
@@ -128,7 +129,7 @@ def run(
         told("comparing", 0, request.num_rounds * len(sides))
         found = interleaved(sides, request.num_rounds, told=partial(told, "comparing"))
     refuse_unless_same(found)
-    return outcome_of(request, work, found, chosen, absent, command)
+    return outcome_of(request, work, found, chosen, absent, machine=machine, command=command)
 
 
 def refuse_unless_same(found: Mapping[str, Sequence[SideResult]]) -> None:
@@ -170,9 +171,11 @@ def outcome_of(
     found: Mapping[str, Sequence[SideResult]],
     chosen: Mapping[str, Peer],
     absent: Mapping[str, str],
+    *,
+    machine: Machine,
     command: str,
 ) -> Outcome:
-    """The table of results that may be compared."""
+    """The table of results that may be compared. ``absent``: why a peer does not run, by its name."""
     yardstick = [one.median_step_seconds for one in found["torch"]]
     rows = [
         _row(chosen[name].title if name in chosen else name, chosen.get(name), results, yardstick)
@@ -190,7 +193,7 @@ def outcome_of(
             "losses agree"
         ),
         command=command,
-        machine=look(request.directory),
+        machine=machine,
         settings={
             "work": asdict(work),
             "host_memory_bytes": list(request.host_memory_bytes),
@@ -204,6 +207,7 @@ def outcome_of(
             "drive, by the kernel's count",
             *(f"{peer.title}: {peer.why}" for peer in chosen.values()),
             *(f"{chosen[name].title} does not run here: {why}" for name, why in absent.items()),
+            *load_note(machine),
         ),
         plot=Plot(y=("step_seconds", "peak_bytes", "read_bytes"), series=("side",)),
     )

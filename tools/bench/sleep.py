@@ -38,7 +38,7 @@ from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, MAX_CHUNK_ELEMENTS, round_up
 from hoist.tiers.store import Store
 from hoist.tools.bench.lanes import LANES
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, column_texts
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.shapes import check_sleep
@@ -147,17 +147,18 @@ def run(
     that cannot be, BudgetError for a budget too small, BenchError where losses are not those of plain PyTorch.
     """
     check_sleep(sleep)
-    notes: list[str] = []
+    machine = look(directory)
+    notes = load_note(machine)
     settings: dict[str, Any] = {"rounds": rounds, "steps": num_steps, "seq_len": SEQ_LEN, "preset": None}
     warm_up()
     with choose_engine() as engine, tempfile.TemporaryDirectory(dir=directory, prefix="bench-sleep-") as folder:
         if preset is not None:
-            name, machine = preset
+            name, named = preset
             io = _layer_io(Path(folder), engine, sleep)
-            found = scaled(machine, layer_elements=sleep.layer_elements, io_seconds=io)
+            found = scaled(named, layer_elements=sleep.layer_elements, io_seconds=io)
             sleep = replace(sleep, forward_seconds=found.forward_seconds, backward_seconds=found.backward_seconds)
-            settings["preset"] = {"name": name, **figures(machine, found)}
-            notes.append(in_words(name, machine, found))
+            settings["preset"] = {"name": name, **figures(named, found)}
+            notes.append(in_words(name, named, found))
         with _prepared(Path(folder), engine, sleep, micro_batches, runs, host_memory_bytes) as (make_turn, cases):
             done, total = 0, rounds * len(cases) * (num_steps + 1)
 
@@ -193,7 +194,7 @@ def run(
             f"{num_steps} steps; all losses are those of plain PyTorch in memory"
         ),
         command=command,
-        machine=look(directory),
+        machine=machine,
         settings={
             **settings,
             "num_layers": sleep.num_layers,

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -31,7 +32,7 @@ from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
 from hoist.tools.bench.lanes import LANES
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import load_note, look
 from hoist.tools.bench.outcome import Column, Outcome
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.shapes import batches
@@ -157,6 +158,7 @@ def run(
     shapes: dict[tuple[int, int, int], list[Case]] = {}
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
+    machine = look(directory)
     setups = _prepare(config, cases)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
@@ -186,7 +188,7 @@ def run(
             "and with activation checkpointing (ckpt.)"
         ),
         command=command,
-        machine=look(directory),
+        machine=machine,
         settings={
             "model": config.model_type,
             "num_parameters": _num_parameters(split(build_model(config, dropout=0.0))),
@@ -201,6 +203,7 @@ def run(
             "the losses of all hoist's sides are equal bit for bit, and PyTorch's differ from them "
             + (f"by {differs:.1g} of the loss at most (allowed: {LOSS_BOUND:g})" if differs else "in no bit, either"),
             "plan: with the delay, if any; MxSxB: micro-batches x seq_len x rows; no commit in a step; dropout is off",
+            *load_note(machine),
         ),
     )
 
@@ -394,7 +397,7 @@ def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerCon
             raise ConfigError(f"--seq-len: {case.seq_len} is longer than the {longest} positions that the model has")
     staged = split(build_model(config, dropout=0.0))
     needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
-    free = _available_bytes()
+    free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
             f"bench step holds the model in memory three times, about {show_bytes(needed)}, and {show_bytes(free)} are "
@@ -407,14 +410,6 @@ def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerCon
 
 def _num_parameters(model: StagedModel) -> int:
     return sum(tensor.num_elements for stage in model.stages for tensor in stage.tensors)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    raise BenchError("/proc/meminfo: has no MemAvailable")
 
 
 def _ticking(config: PreTrainedConfig, shape: tuple[int, int, int], tick: Callable[[], None]) -> Iterator[Step]:

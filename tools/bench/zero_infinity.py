@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hoist.tools.bench.machine import look
+from hoist.tools.bench.machine import Machine, load_note, look
 from hoist.tools.bench.outcome import Column, Outcome, shown
 from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.sides import environment
@@ -81,6 +81,7 @@ def run(
     """
     request = replace(request, directory=request.directory.absolute())
     request.work.check()
+    machine = look(request.directory)
     python = environment.prepare(request.environment.absolute(), check=check, told=lambda what: told(what, 0, 0))
     with ExitStack() as cleanup:
         folder = Path(
@@ -120,7 +121,9 @@ def run(
             told=lambda done, total: told("comparing", done, total),
         )
     refuse_unless_comparable([*found["hoist"], *found["zero_infinity"]])
-    return _outcome(request, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
+    return _outcome(
+        request, work, found["hoist"], found["zero_infinity"], knobs, trials, machine=machine, command=command
+    )
 
 
 #: What is compared: title, unit as a key's end, and the values of a run.
@@ -141,6 +144,8 @@ def _outcome(
     theirs: Sequence[SideResult],
     knobs: Mapping[str, Any],
     trials: Sequence[Trial],
+    *,
+    machine: Machine,
     command: str,
 ) -> Outcome:
     rows = []
@@ -163,6 +168,7 @@ def _outcome(
         f"hoist's step is {pairs.median:.2f} times as fast ({pairs.low:.2f} to {pairs.high:.2f} over "
         f"{pairs.count} pairs of runs)",
         f"DeepSpeed's knobs: {setting}" + (f"; the fastest of {len(trials)} settings" if trials else "; not swept"),
+        *load_note(machine),
     ]
     refused = next((one.save_refused for one in theirs if one.save_refused is not None), None)
     if refused:
@@ -176,7 +182,7 @@ def _outcome(
             f"highest, of {request.num_rounds} interleaved rounds of {work.num_steps - 1} counted steps; losses agree"
         ),
         command=command,
-        machine=look(request.directory),
+        machine=machine,
         settings={
             "work": asdict(work),
             "host_memory_bytes": request.host_memory_bytes,

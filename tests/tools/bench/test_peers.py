@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import show
 from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_same, why_not
 from hoist.tools.bench.shapes import model_config
@@ -122,7 +123,9 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         ),
     )  # fmt: skip
     found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
-    outcome = outcome_of(request, work, found, PEERS, {"torchao": "it wants a GPU"}, "hoist bench peers")
+    outcome = outcome_of(
+        request, work, found, PEERS, {"torchao": "it wants a GPU"}, machine=look(tmp_path), command="hoist bench peers"
+    )
     console = Console(width=80, file=StringIO())
     show(outcome, console)
     assert isinstance(console.file, StringIO)

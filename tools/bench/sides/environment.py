@@ -14,7 +14,7 @@ import venv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hoist.tools.bench.sides.running import Side
+from hoist.tools.bench.sides.running import MAX_CHARACTERS, Side, wait_for
 from hoist.tools.errors import BenchError
 
 #: Packages that both sides must have in the same version.
@@ -29,9 +29,6 @@ _MARK = "hoist-bench.txt"
 _EXTENSIONS = "extensions"
 #: DeepSpeed compiles these when they are first used.
 _OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder")
-_POLL_SECONDS = 0.2
-#: Of a line of what failed: a compiler's has its whole command.
-_MAX_CHARACTERS = 400
 _LIBAIO = Path("/usr/include/libaio.h")
 
 Check = Callable[[], None]
@@ -176,21 +173,12 @@ def _call(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=surroundings,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            while process.poll() is None:
-                try:
-                    process.wait(timeout=_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    check()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)
-                process.wait()
+        code = wait_for(process, check)
         output.seek(0)
-        return process.returncode, output.read().decode(errors="replace")
+        return code, output.read().decode(errors="replace")
 
 
 def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
-    return (errors or lines or ["it said nothing"])[-1][:_MAX_CHARACTERS]
+    return (errors or lines or ["it said nothing"])[-1][:MAX_CHARACTERS]

@@ -24,8 +24,8 @@ from hoist.tools.errors import BenchError
 
 #: Seconds between two looks at whether a signal has come.
 _POLL_SECONDS = 0.2
-#: Of a line of a side's error.
-_MAX_CHARACTERS = 400
+#: Of a line of what a process said: a compiler's has its whole command.
+MAX_CHARACTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,22 +105,30 @@ def _run(side: Side, folder: Path, said: Path, check: Callable[[], None]) -> int
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=surroundings, cwd=folder,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            while True:
-                try:
-                    return process.wait(timeout=_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    check()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        return wait_for(process, check)
+
+
+def wait_for(process: subprocess.Popen[bytes], check: Callable[[], None]) -> int:
+    """The exit code of a process that leads a session of its own.
+
+    ``check`` is called now and then, and may raise: then the process is killed, with all that it has started there.
+    """
+    try:
+        while True:
+            try:
+                return process.wait(timeout=_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                check()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _reason(said: Path, code: int) -> str:
     """The last thing that a side said, in one line; what Python adds below an error is passed over."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":", 1)[0] or line.startswith("AssertionError")]
+    errors = [line for line in lines if "Error" in line.split(":", 1)[0]]
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return ((errors or lines or [f"exit code {code}"])[-1])[:_MAX_CHARACTERS]
+    return (errors or lines or [f"exit code {code}"])[-1][:MAX_CHARACTERS]
