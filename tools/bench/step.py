@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -38,6 +37,7 @@ from hoist.tools.bench.rounds import Spread, interleaved, ratios
 from hoist.tools.bench.shapes import batches
 from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
 from hoist.tools.bench.turns import Step, Turn, moved_bytes, trainer_config
+from hoist.tools.doctor import look_at_memory
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
 
@@ -397,7 +397,7 @@ def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerCon
             raise ConfigError(f"--seq-len: {case.seq_len} is longer than the {longest} positions that the model has")
     staged = split(build_model(config, dropout=0.0))
     needed = MEMORY_BYTES_PER_PARAMETER * _num_parameters(staged)
-    free = psutil.virtual_memory().available
+    free = look_at_memory().available_bytes
     if needed > free:
         raise ConfigError(
             f"bench step holds the model in memory three times, about {show_bytes(needed)}, and {show_bytes(free)} are "
