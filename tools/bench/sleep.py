@@ -165,9 +165,7 @@ def run(
                 progress(done, total)
                 done += 1
 
-            turns = interleaved(
-                {case: partial(make_turn, case, num_steps=num_steps, tick=tick) for case in cases}, rounds
-            )
+            turns = interleaved({case: partial(make_turn, case, num_steps, tick) for case in cases}, rounds)
         progress(total, total)
     for case in cases:
         expected = losses_in_memory(sleep, case.num_micro_batches, num_steps + 1, clip_norm=case.run.clip_norm)
@@ -271,8 +269,8 @@ def _feed(num_micro_batches: int, tick: Callable[[], None]) -> Iterator[Step]:
         yield step_of(number, num_micro_batches)
 
 
-#: Takes a case, and by name ``num_steps`` and ``tick``, which is called before each step.
-MakeTurn = Callable[..., SleepTurn]
+#: Takes a case, its number of counted steps, and what is called before each step.
+MakeTurn = Callable[[Case, int, Callable[[], None]], SleepTurn]
 
 
 @contextmanager
@@ -303,7 +301,7 @@ def _prepared(
     store = folder / "store"
     create_store(store, model=staged, setup=largest, engine=engine, source=_fill, attributes={}).close()
 
-    def make_turn(case: Case, *, num_steps: int, tick: Callable[[], None]) -> SleepTurn:
+    def make_turn(case: Case, num_steps: int, tick: Callable[[], None]) -> SleepTurn:
         with (
             Store.open(store, engine=engine) as opened,
             Trainer(
