@@ -89,12 +89,12 @@ class OpBytes:
         return tuple(WEIGHT_ARRAYS) if chunk in self._kept_weights[stage] else ()
 
     def stored_arrays(self, stage: int, chunk: int) -> tuple[StateArray, ...]:
-        """What of a chunk is written by each update, and read for it unless it is loaded: the others."""
+        """What of a chunk each update writes: all that is not kept."""
         kept = self.kept_arrays(stage, chunk)
         return tuple(array for array in StateArray if array not in kept)
 
     def read_arrays(self, op: Op, chunk: int) -> tuple[StateArray, ...]:
-        """What of a chunk an op that reads states reads."""
+        """What of a chunk a READ_STATES reads: the same, but for weights that are loaded."""
         stored = self.stored_arrays(op.stage, chunk)
         return tuple(array for array in stored if not (op.loaded and array in WEIGHT_ARRAYS))
 

@@ -152,7 +152,7 @@ def diagnose(directory: Path, engine: IoEngine, *, num_bytes: int = PROBE_BYTES)
     Never raises for what it finds: a directory that cannot be used is a failed check.
     """
     storage = _look_at_storage(directory, engine, num_bytes)
-    memory = _look_at_memory()
+    memory = look_at_memory()
     compute = _look_at_compute()
     return Diagnosis(
         storage=storage,
@@ -379,7 +379,8 @@ def _look_at_storage(directory: Path, engine: IoEngine, num_bytes: int) -> Stora
     )
 
 
-def _look_at_memory() -> MemoryFacts:
+def look_at_memory() -> MemoryFacts:
+    """The machine's memory, now."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return MemoryFacts(
         total_bytes=int(fields["MemTotal"].split()[0]) * 1024,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hoist.tools.invoked import command_name, install_command
+from hoist.tools.invoked import begin, command_line, command_name, install_command
 from hoist.tools.options import TrainOptions, flag
 from hoist.tools.other_names import _HERE, named_here
 
@@ -29,6 +29,11 @@ def test_a_proposed_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.Mo
     assert command_name() == "hoist"
     monkeypatch.setattr(sys, "argv", ["/somewhere/cli.py", "train"])
     assert command_name() == "hoist"
+
+
+def test_the_command_at_work_is_as_it_was_given() -> None:
+    begin(["bench", "io", "my drive", "--rounds", "1"])
+    assert command_line() == "hoist bench io 'my drive' --rounds 1"
 
 
 def test_what_another_trainer_calls_it_leads_to_options_that_are_there() -> None:

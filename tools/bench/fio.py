@@ -13,7 +13,7 @@ from typing import Any
 
 from hoist.tiers.io.base import IO_ALIGN_BYTES
 from hoist.tools.bench.children import in_words
-from hoist.tools.bench.passes import DriveBytes, DriveWork, Way, reserved_file
+from hoist.tools.bench.passes import DriveWork, KernelCount, Way, reserved_file
 from hoist.tools.errors import BenchError
 
 #: fio's I/O engines that are tried.
@@ -69,7 +69,7 @@ def _run(
         if extent is not None:
             offset, num_bytes = extent
             command += [f"--name={how}", f"--rw={how}", f"--offset={offset}", f"--size={num_bytes}", *more]
-    counted = DriveBytes(children=True)
+    counted = KernelCount(children=True)
     jobs = _jobs(command, engine, limit_seconds=_TIMEOUT_SECONDS + work.num_bytes / _SLOW_BYTES_PER_SECOND)
     moved = {how: sum(int(job[how]["io_bytes"]) for job in jobs) for how in ("read", "write")}
     asked = (read[1] if read else 0, write[1] if write else 0)

@@ -83,7 +83,7 @@ def reserved_file(directory: Path, work: DriveWork) -> Iterator[Path]:
         path.unlink()
 
 
-class DriveBytes:
+class KernelCount:
     """What drives moved for this process or its ended children, as the kernel counts it: no cache is in there."""
 
     def __init__(self, *, children: bool = False) -> None:
@@ -148,7 +148,7 @@ class _Passes:
         return rates
 
     def _rate(self, way: Way, do: Callable[[], None], read_bytes: int, written_bytes: int) -> float:
-        counted = DriveBytes()
+        counted = KernelCount()
         started = time.perf_counter()
         do()
         seconds = time.perf_counter() - started

@@ -144,7 +144,7 @@ def run(
         told("comparing", 0, request.num_rounds * len(sides))
         found = interleaved(sides, request.num_rounds, told=partial(told, "comparing"))
     refuse_unless_same(found)
-    return outcome_of(request, machine, work, found, chosen, absent, command)
+    return outcome_of(request, work, found, chosen, absent, machine=machine, command=command)
 
 
 def refuse_unless_same(found: Mapping[str, Sequence[SideResult]]) -> None:
@@ -190,14 +190,15 @@ def _named(budget: int) -> str:
 
 def outcome_of(
     request: Request,
-    machine: Machine,
     work: Work,
     found: Mapping[str, Sequence[SideResult]],
     chosen: Mapping[str, Peer],
     absent: Mapping[str, str],
+    *,
+    machine: Machine,
     command: str,
 ) -> Outcome:
-    """The table of results that may be compared."""
+    """The table of results that may be compared. ``absent``: why a peer does not run, by its name."""
     yardstick = [one.median_step_seconds for one in found["torch"]]
     rows = [
         _row(chosen[name].title if name in chosen else name, chosen.get(name), results, yardstick)

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hoist.scheduler.errors import ConfigError
-from hoist.tools.doctor import file_system_of
-from hoist.tools.errors import BenchError
+from hoist.tools.doctor import file_system_of, look_at_memory
 from hoist.tools.sizes import show_bytes
 
 #: File systems whose files are in memory: no drive is ever read.
@@ -81,15 +80,6 @@ def refuse_place(directory: Path, *, needed_bytes: int = 0, on_drive: bool = Fal
 
 def refuse_memory(needed_bytes: int, what: str, instead: str) -> None:
     """Raise ConfigError, naming ``what`` needs so much memory and what to do ``instead``, if so much is not free."""
-    free_bytes = available_bytes()
+    free_bytes = look_at_memory().available_bytes
     if needed_bytes > free_bytes:
         raise ConfigError(f"{what}, about {show_bytes(needed_bytes)}, and {show_bytes(free_bytes)} are free: {instead}")
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping, as the kernel estimates it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    raise BenchError("/proc/meminfo: has no MemAvailable")

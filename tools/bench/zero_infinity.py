@@ -136,7 +136,9 @@ def run(
             told=lambda done, total: told("comparing", done, total),
         )
     refuse_unless_comparable([*found["hoist"], *found["zero_infinity"]])
-    return _outcome(request, machine, work, found["hoist"], found["zero_infinity"], knobs, trials, command)
+    return _outcome(
+        request, work, found["hoist"], found["zero_infinity"], knobs, trials, machine=machine, command=command
+    )
 
 
 def _check(request: Request, hoist_options: dict[str, Any]) -> None:
@@ -161,12 +163,13 @@ _MEASURES: tuple[tuple[str, str, Callable[[SideResult], Sequence[float]]], ...] 
 
 def _outcome(
     request: Request,
-    machine: Machine,
     work: Work,
     ours: Sequence[SideResult],
     theirs: Sequence[SideResult],
     knobs: Mapping[str, Any],
     trials: Sequence[Trial],
+    *,
+    machine: Machine,
     command: str,
 ) -> Outcome:
     rows = []
@@ -189,6 +192,7 @@ def _outcome(
         f"hoist's step is {pairs.median:.2f} times as fast ({pairs.low:.2f} to {pairs.high:.2f} over "
         f"{pairs.count} pairs of runs)",
         f"DeepSpeed's knobs: {setting}" + (f"; the fastest of {len(trials)} settings" if trials else "; not swept"),
+        *load_note(machine),
     ]
     refused = next((one.save_refused for one in theirs if one.save_refused is not None), None)
     if refused:

@@ -15,7 +15,7 @@ import pytest
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tools.bench import fio, io
-from hoist.tools.bench.passes import DriveBytes, DriveWork, Way, measure_engine
+from hoist.tools.bench.passes import DriveWork, KernelCount, Way, measure_engine
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
 from tests.support.engines import RecordingEngine
@@ -87,7 +87,7 @@ def test_what_the_page_cache_answers_is_refused(drive: Path) -> None:
 
 
 def test_bytes_that_drives_moved_are_counted(drive: Path) -> None:
-    counted = DriveBytes()
+    counted = KernelCount()
     counted.check("nobody", read_bytes=0, written_bytes=0)
     with pytest.raises(BenchError, match=r"somebody: 1024\.0 MiB were to be written to a drive"):
         counted.check("somebody", read_bytes=0, written_bytes=2**30)

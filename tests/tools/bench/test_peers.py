@@ -126,8 +126,9 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
         ),
     )  # fmt: skip
     found = {"hoist, 256.0 MiB": [large], **{name: [large] for name in PEERS if name != "torchao"}}
-    absent = {"torchao": "it wants a GPU"}
-    outcome = outcome_of(request, look(tmp_path), work, found, PEERS, absent, "hoist bench peers")
+    outcome = outcome_of(
+        request, work, found, PEERS, {"torchao": "it wants a GPU"}, machine=look(tmp_path), command="hoist bench peers"
+    )
     console = Console(width=80, file=StringIO())
     show(outcome, console)
     assert isinstance(console.file, StringIO)

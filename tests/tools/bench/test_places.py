@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hoist.scheduler.errors import ConfigError
-from hoist.tools.bench.places import available_bytes, refuse_memory, refuse_place, temporary_folder
+from hoist.tools.bench.places import refuse_memory, refuse_place, temporary_folder
+from hoist.tools.doctor import look_at_memory
 
 
 def test_a_place_without_room_or_without_a_drive_is_refused(tmp_path: Path, in_memory: Path) -> None:
@@ -25,7 +26,7 @@ def test_a_place_without_room_or_without_a_drive_is_refused(tmp_path: Path, in_m
 
 
 def test_memory_that_is_not_there_is_refused() -> None:
-    refuse_memory(available_bytes() // 2, "it is large", "less")
+    refuse_memory(look_at_memory().available_bytes // 2, "it is large", "less")
     with pytest.raises(ConfigError, match=r"^it is large, about .* TiB, and .* are free: give less$"):
         refuse_memory(2**60, "it is large", "give less")
 

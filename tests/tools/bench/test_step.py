@@ -21,6 +21,7 @@ from hoist.tiers.io import DirectEngine
 from hoist.tiers.io.mixed import MixedSpeed
 from hoist.tools.bench import step
 from hoist.tools.bench.lanes import show_lanes
+from hoist.tools.bench.losses import LOSS_BOUND, check_losses
 from hoist.tools.bench.outcome import show
 from hoist.tools.bench.shapes import batches, model_config
 from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_model, weights_of
@@ -72,7 +73,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for name in ("roofline", "plain", "checkpointing"):
             assert row[f"{name}_ratio"] > 0
         assert [line[:10] for line in row["lanes"]] == [" compute |", "      io |", "   optim |", "    copy |"]
-    assert found["settings"]["loss_difference_ratio"] <= step.LOSS_BOUND
+    assert found["settings"]["loss_difference_ratio"] <= LOSS_BOUND
     assert len({row["resident_seconds"] for row in found["rows"]}) == 1  # both beside the same
     assert found["command"] == shlex.join(["hoist", *map(str, words)])
 
@@ -185,20 +186,20 @@ class TestSidesThatDoNotTrainTheSame:
             else:
                 references["torch"] = MemorySide(model, feed("torch"), checkpointing=True)
             with pytest.raises(BenchError, match=rf"the loss of step 2 is .* \(vertical\) and .* \({wrong}\), which"):
-                step.take_turns(hoists, references, rounds=1, steps=1, bound=step.LOSS_BOUND, probe=_no_probe)
+                step.take_turns(hoists, references, rounds=1, steps=1, bound=LOSS_BOUND, probe=_no_probe)
 
     def test_a_last_bit_is_a_difference_among_hoists_sides(self) -> None:
         near = 1.0 + 2.0**-23
         with pytest.raises(BenchError, match=r"step 2 is 1\.0 \(a\) and 1\.00000011920\d* \(b\), which must be the sa"):
-            step.check_losses({"a": [2.0, 1.0], "b": [2.0, near]}, {}, bound=step.LOSS_BOUND)
-        assert step.check_losses({"a": [2.0, 1.0]}, {"torch": [2.0, near]}, bound=step.LOSS_BOUND) == 2.0**-23
+            check_losses({"a": [2.0, 1.0], "b": [2.0, near]}, {}, bound=LOSS_BOUND)
+        assert check_losses({"a": [2.0, 1.0]}, {"torch": [2.0, near]}, bound=LOSS_BOUND) == 2.0**-23
         with pytest.raises(BenchError, match=r"\(torch\), which must be the same bits"):
-            step.check_losses({"a": [2.0, 1.0]}, {"torch": [2.0, near]}, bound=0.0)
+            check_losses({"a": [2.0, 1.0]}, {"torch": [2.0, near]}, bound=0.0)
 
     @pytest.mark.parametrize("theirs", [[1.0, 2.0], [float("nan")], [1.00001]])
     def test_what_is_longer_or_no_number_or_far_is_refused(self, theirs: list[float]) -> None:
         with pytest.raises(BenchError, match="torch"):
-            step.check_losses({"a": [1.0]}, {"torch": theirs}, bound=step.LOSS_BOUND)
+            check_losses({"a": [1.0]}, {"torch": theirs}, bound=LOSS_BOUND)
 
 
 def _one_other_token(feed: Iterator[Step], *, in_step: int) -> Iterator[Step]:

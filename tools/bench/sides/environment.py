@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hoist.tools.bench.children import run_child
-from hoist.tools.bench.sides.running import Side
+from hoist.tools.bench.sides.running import MAX_CHARACTERS, Side
 from hoist.tools.errors import BenchError
 
 #: Packages that both sides must have in the same version.
@@ -39,8 +39,6 @@ _EXTENSIONS = "extensions"
 _OPERATIONS = ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder")
 #: Of one call of pip, or of the compiler.
 _LIMIT_SECONDS = 2 * 3600.0
-#: Of a line of what failed: a compiler's has its whole command.
-_MAX_CHARACTERS = 400
 #: What pip says where there is no network.
 _UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")
 _LIBAIO = Path("/usr/include/libaio.h")
@@ -244,4 +242,4 @@ def _call(
 def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
-    return (errors or lines or ["it said nothing"])[-1][:_MAX_CHARACTERS]
+    return (errors or lines or ["it said nothing"])[-1][:MAX_CHARACTERS]

@@ -70,7 +70,7 @@ def run(job: Job) -> SideResult:
     source = load_model_source(work.model)
     if source.checkpoint is None:
         raise ValueError(f"{work.model}: has no weights")
-    footprint.warm_up()
+    footprint.warm_up()  # hoist's own, which a trainer would make; the baseline is what all sides have alike
     baseline_bytes = warm_up()
     config = trainer_config(work, job.options)
     steps, metrics = counters.Steps(), list[StepMetrics]()

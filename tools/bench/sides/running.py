@@ -25,8 +25,8 @@ from hoist.tools.errors import BenchError
 
 #: A side that has not ended then hangs: the longest comparisons that were made took minutes a run.
 LIMIT_SECONDS = 4 * 3600.0
-#: Of a line of a side's error.
-_MAX_CHARACTERS = 400
+#: Of a line of what a process said: a compiler's has its whole command.
+MAX_CHARACTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +124,9 @@ def _run(side: Side, folder: Path, said: Path, limit_seconds: float, check: Call
 def _reason(said: Path, code: int) -> str:
     """The last thing that a side said, in one line; what Python adds below an error is passed over."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":", 1)[0] or line.startswith("AssertionError")]
+    errors = [line for line in lines if "Error" in line.split(":", 1)[0]]
     if code == -signal.SIGKILL:
         return "was ended by SIGKILL, as the kernel does where memory is short: give a smaller model or budget"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return ((errors or lines or [f"exit code {code}"])[-1])[:_MAX_CHARACTERS]
+    return (errors or lines or [f"exit code {code}"])[-1][:MAX_CHARACTERS]
