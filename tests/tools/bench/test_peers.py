@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hoist.tools.bench.machine import look
 from hoist.tools.bench.outcome import show
-from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_same, why_not
+from hoist.tools.bench.peers import PEERS, Request, outcome_of, refuse_unless_same, run, why_not
 from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import fsdp_side, in_memory, torch_side
 from hoist.tools.bench.sides.job import Job, SideResult, Sleep, Work
@@ -141,6 +141,22 @@ def test_the_table_fits_a_terminal_and_says_what_does_not_run(work: Work, traine
     assert "99.9" in told
 
 
+def test_a_side_is_a_process_of_its_own(drive: Path) -> None:
+    """Real, and alone: the yardstick."""
+    asked = WorkRequest(
+        hidden=64, num_layers=2, seq_len=8, micro_batch_size=1, num_micro_batches=2, num_steps=3, lr=1e-4
+    )
+    request = Request(directory=drive, work=asked, num_rounds=1, host_memory_bytes=[], peers=["torch"])
+    outcome = json.loads(run(request).to_text())
+    (row,) = outcome["rows"]
+    assert (row["side"], row["cannot"], row["torch_ratio"]) == ("torch", "NVMe", 1.0)
+    assert row["peak_bytes"] > 12 * 180_000  # weights and both moments
+    (side,) = outcome["settings"]["runs"]["torch"]
+    assert side["losses"][0] > 5.0
+    assert str(drive) not in json.dumps(outcome["settings"])  # what was made is gone
+
+
+@pytest.mark.slow
 def test_a_whole_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Real processes: hoist and torch, a round."""
     if file_system_of(tmp_path, Path("/proc/self/mountinfo")) == "tmpfs":

@@ -107,7 +107,6 @@ class TestOutcome:
     def test_it_is_plain_data(self, outcome: Outcome) -> None:
         assert json.loads(json.dumps(outcome.to_json()))["rows"][0]["micro_batches"] == 1
 
-
     def test_it_is_shown_again_as_it_was(
         self, outcome: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from configparser import ConfigParser
@@ -20,7 +21,7 @@ from hoist.tools.bench.shapes import model_config
 from hoist.tools.bench.sides import counters, environment, hoist_side
 from hoist.tools.bench.sides.job import Job, SideResult, Work, read_result, write_result
 from hoist.tools.bench.sides.judging import LEAST_LEARNT, LOSS_TOLERANCE, refuse_other_work, refuse_unless_comparable
-from hoist.tools.bench.sides.running import Side, import_tree, run_side
+from hoist.tools.bench.sides.running import Side, import_tree, plain_side, run_side, variables
 from hoist.tools.bench.sides.work import WorkRequest, make_checkpoint, make_tokens, take_tokens
 from hoist.tools.bench.sweeping import sweep
 from hoist.tools.doctor import file_system_of
@@ -254,6 +255,14 @@ class TestRunning:
         ):
             run_side(Side(module="deepspeed_side", python=Path(sys.executable), import_path=tree), job)
         assert list(tmp_path.iterdir()) == []
+
+    def test_openmp_is_as_it_is_for_sides_that_are_not_hoists(self, tmp_path: Path) -> None:
+        assert os.environ["GOMP_SPINCOUNT"]  # hoist has told it for its own lanes
+        with import_tree(tmp_path) as tree:
+            side = plain_side("torch_side", tree)
+            program = "import os, hoist.tools.bench.sides.job; print(os.environ.get('GOMP_SPINCOUNT'))"
+            said = subprocess.run([side.python, "-c", program], env=variables(side), capture_output=True, check=True)
+        assert said.stdout == b"None\n"
 
     def test_stopping_ends_it(self, bench: Bench, tmp_path: Path) -> None:
         def check() -> None:

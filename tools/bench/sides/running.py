@@ -104,19 +104,24 @@ def run_side(
         shutil.rmtree(directory)
 
 
-def _run(side: Side, folder: Path, said: Path, limit_seconds: float, check: Callable[[], None]) -> int:
-    surroundings = dict(os.environ)
+def variables(side: Side) -> dict[str, str]:
+    """All that its process has."""
+    found = dict(os.environ)
     for name in ("PYTHONHOME", *side.without):
-        surroundings.pop(name, None)
-    surroundings |= {"PYTHONPATH": str(side.import_path), **side.environment}
-    surroundings["PATH"] = os.pathsep.join((str(side.python.parent), surroundings.get("PATH", os.defpath)))
+        found.pop(name, None)
+    found |= {"PYTHONPATH": str(side.import_path), **side.environment}
+    found["PATH"] = os.pathsep.join((str(side.python.parent), found.get("PATH", os.defpath)))
+    return found
+
+
+def _run(side: Side, folder: Path, said: Path, limit_seconds: float, check: Callable[[], None]) -> int:
     command = [
         str(side.python), "-m", f"hoist.tools.bench.sides.{side.module}",
         str(folder / "job.json"), str(folder / "result.json"),
     ]  # fmt: skip
     with said.open("wb") as output:
         return run_child(
-            command, what=side.module, output=output, environment=surroundings, limit_seconds=limit_seconds,
+            command, what=side.module, output=output, environment=variables(side), limit_seconds=limit_seconds,
             folder=folder, check=check,
         )  # fmt: skip
 
