@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
 from hoist.tools.bench.children import run_child
 from hoist.tools.bench.sides.running import MAX_CHARACTERS, Side
 from hoist.tools.errors import BenchError
@@ -186,9 +189,22 @@ def _refuse_foreign(directory: Path) -> None:
 
 def constraint_lines() -> list[str]:
     """Exact versions for pip: of what is also here, those that are here."""
-    pinned = dict(line.split("==") for line in _PINNED)
-    here = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions() if one.name}
-    return [f"{name}=={version}" for name, version in sorted({**here, **pinned}.items()) if name not in _UNPINNED]
+    found = {
+        canonicalize_name(one.name): one.version
+        for one in importlib.metadata.distributions()
+        if one.name and _is_version(one.version)
+    }
+    found |= {canonicalize_name(name): version for name, version in (line.split("==") for line in _PINNED)}
+    return [f"{name}=={version}" for name, version in sorted(found.items()) if name not in _UNPINNED]
+
+
+def _is_version(text: str) -> bool:
+    """Whether pip takes it: a distribution's own packages may have others."""
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _install(python: Path, check: Check) -> None:

@@ -105,9 +105,9 @@ def run_side(
 
 
 def variables(side: Side) -> dict[str, str]:
-    """All that its process has."""
+    """All that its process has. Not what leaves assertions out: DeepSpeed reads and writes in some of them."""
     found = dict(os.environ)
-    for name in ("PYTHONHOME", *side.without):
+    for name in ("PYTHONHOME", "PYTHONOPTIMIZE", *side.without):
         found.pop(name, None)
     found |= {"PYTHONPATH": str(side.import_path), **side.environment}
     found["PATH"] = os.pathsep.join((str(side.python.parent), found.get("PATH", os.defpath)))
