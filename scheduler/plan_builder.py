@@ -242,15 +242,16 @@ class PlanBuilder:
     def acquire(self, stage: int, buffer: int) -> None:
         """Have a stage's buffer for it, and what overlaps it."""
         weights, other = Resource(Part.WEIGHTS, buffer), Resource(Part.WEIGHTS, 1 - buffer)
+        room, other_room = Resource(Part.ROOM, buffer), Resource(Part.ROOM, 1 - buffer)
         occupant = self.occupants.get(1 - buffer, stage)
         if buffer not in (0, 1):
             self.emit(Kind.ACQUIRE, writes=(weights,), stage=stage)
             return
         if occupant >= 0 and abs(occupant - stage) <= 1:
             # It fits beside that neighbour, which may still be waiting for the place of one that would be in the way.
-            self.emit(Kind.ACQUIRE, reads=(other,), writes=(weights,), stage=stage)
+            self.emit(Kind.ACQUIRE, reads=(other_room,), writes=(weights, room), stage=stage)
         else:
-            self.emit(Kind.ACQUIRE, writes=(weights, other), stage=stage)
+            self.emit(Kind.ACQUIRE, writes=(weights, other, room, other_room), stage=stage)
             self.held.pop(1 - buffer, None)
             self.occupants[1 - buffer] = stage
         self.occupants[buffer] = stage

@@ -520,6 +520,24 @@ def test_activation_traffic_overlaps_the_computation_before_even_with_the_fewest
                     pending.append(earlier)
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_no_computation_waits_for_the_updates_of_the_stage_before(delayed: bool) -> None:
+    """A backward's buffers were freed by the stage before that one, whose own updates run beside it."""
+    shapes = (StageShape(chunks=(0, 1)),) * 6
+    buffers = buffers_for(6, staging=2, states=2, delayed_from=(1,) * 6 if delayed else ())
+    linked = link(vertical(shapes, 2, buffers, cold=False, pending=delayed))
+    ops = linked.plan.ops
+    waits_for: list[set[int]] = [set() for _ in ops]
+    for earlier, dependents in enumerate(linked.dependents):
+        for later in dependents:
+            waits_for[later] |= {earlier} | waits_for[earlier]
+    computed = [index for index, op in enumerate(ops) if op.kind in (Kind.BACKWARD, Kind.LOSS)]
+    assert computed
+    for index in computed:
+        above = {ops[each].stage for each in waits_for[index] if ops[each].kind is Kind.UPDATE and not ops[each].delayed}
+        assert ops[index].stage + 1 not in above, f"{ops[index]} waits for updates of {sorted(above)}"
+
+
 def test_an_activation_that_scratch_still_holds_is_not_written_again() -> None:
     """A boundary is written at most twice a step: as forward's output, and as backward's gradient."""
     shapes = (StageShape(chunks=(0,)),) * 6
