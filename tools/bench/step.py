@@ -314,7 +314,7 @@ def _row(
             one.busy_seconds["compute"] for turn in resident for one in turn.metrics
         ),
         "io_seconds": statistics.median(speed.seconds for speed in moved),
-        "io_measured_bytes": moved[-1].measured_bytes,
+        "io_measured_bytes": int(statistics.median(speed.measured_bytes for speed in moved)),
         "roofline_ratio": ratio.median if direct else None,
         "roofline_low_ratio": ratio.low if direct else None,
         "roofline_high_ratio": ratio.high if direct else None,
