@@ -197,7 +197,6 @@ def _outcome(
     refused = next((one.save_refused for one in theirs if one.save_refused is not None), None)
     if refused:
         notes.append(f"ZeRO-Infinity could not save a checkpoint: {refused}")
-    notes += load_note(machine)
     what = f"{work.sleep.num_layers} layers that sleep" if work.sleep else "a model"
     return Outcome(
         name="zero-infinity",

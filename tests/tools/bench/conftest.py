@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 
 from hoist.tools.doctor import file_system_of
+from tests.support.training import torch_threads
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _kind(directory: Path) -> str:
     return file_system_of(directory, Path("/proc/self/mountinfo"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Everything here is tiny: threads would only wait for each other."""
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture

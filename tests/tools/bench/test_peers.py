@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -26,22 +26,25 @@ from hoist.tools.bench.sides.work import WorkRequest, make_checkpoint, make_toke
 from hoist.tools.doctor import file_system_of
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
+from tests.support.training import torch_threads
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
     folder = tmp_path_factory.mktemp("work")
     make_checkpoint(folder / "model", model_config(hidden=64, layers=2, vocab=512))
     make_tokens(folder / "tokens.npy", 3 * 2 * 2 * 8, vocab_size=512)
-    return Work(
-        model=str(folder / "model"), tokens=str(folder / "tokens.npy"), seq_len=8, micro_batch_size=2,
-        num_micro_batches=2, num_steps=3, num_threads=torch.get_num_threads(), weight_decay=0.1,
-    )  # fmt: skip
+    with torch_threads(1):
+        yield Work(
+            model=str(folder / "model"), tokens=str(folder / "tokens.npy"), seq_len=8, micro_batch_size=2,
+            num_micro_batches=2, num_steps=3, num_threads=1, weight_decay=0.1,
+        )  # fmt: skip
 
 
-@pytest.fixture
-def trained(work: Work, tmp_path: Path) -> SideResult:
-    return in_memory.train("torch", Job(work=work, directory=str(tmp_path)), torch_side.prepare)
+@pytest.fixture(scope="module")
+def trained(work: Work) -> SideResult:
+    """Its states are saved beside the model."""
+    return in_memory.train("torch", Job(work=work, directory=str(Path(work.model).parent)), torch_side.prepare)
 
 
 def test_every_side_does_the_work_and_says_so(work: Work, trained: SideResult, tmp_path: Path) -> None:
@@ -56,8 +59,9 @@ def test_every_side_does_the_work_and_says_so(work: Work, trained: SideResult, t
     refuse_unless_same({"torch": [trained], "torch-keep": [keeping], "fsdp2": [sharded]})
 
 
-def test_what_is_saved_is_all_that_was_trained(work: Work, trained: SideResult, tmp_path: Path) -> None:
-    first, saved = load_file(Path(work.model) / "model.safetensors"), load_file(tmp_path / "states.safetensors")
+def test_what_is_saved_is_all_that_was_trained(work: Work, trained: SideResult) -> None:
+    model = Path(work.model)
+    first, saved = load_file(model / "model.safetensors"), load_file(model.parent / "states.safetensors")
     assert saved.keys() == {f"{name}{what}" for name in first for what in ("", ".exp_avg", ".exp_avg_sq", ".step")}
     assert all(not torch.equal(saved[name], first[name]) for name in first)
     assert trained.save_seconds is not None

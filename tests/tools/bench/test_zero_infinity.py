@@ -261,7 +261,9 @@ class TestRunning:
         with import_tree(tmp_path) as tree:
             side = plain_side("torch_side", tree)
             program = "import os, hoist.tools.bench.sides.job; print(os.environ.get('GOMP_SPINCOUNT'))"
-            said = subprocess.run([side.python, "-c", program], env=variables(side), capture_output=True, check=True)
+            said = subprocess.run(
+                [side.python, "-c", program], env=variables(side), cwd=tmp_path, capture_output=True, check=True
+            )  # fmt: skip
         assert said.stdout == b"None\n"
 
     def test_stopping_ends_it(self, bench: Bench, tmp_path: Path) -> None:
