@@ -118,8 +118,8 @@ class Part(Enum):
     WEIGHTS = auto()
     """A weight buffer (number)."""
     ROOM = auto()
-    """Where a weight buffer (number) lies in the region that two share. What uses the weights has no part in it, so that
-    who takes one buffer neither waits for the other's users nor makes them wait."""
+    """Where a weight buffer (number) lies in the region that two share. What uses the weights has no part in it, so
+    that who takes one buffer neither waits for the other's users nor makes them wait."""
     FROZEN = auto()
     """The frozen tensors of a stage as they are stored, where they are not computed with so (stage)."""
     STAGING = auto()
