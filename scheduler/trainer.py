@@ -210,7 +210,6 @@ class Trainer:
         whereabouts = Whereabouts(
             store.layouts,
             self._runtime.pieces,
-            self._setup.memory.kept.weights,
             dict.fromkeys(ItemKind, Tier.HOST),
         )
         self._collector = Collector(

@@ -318,7 +318,9 @@ class Updates:
             read_bytes = 0 if op.loaded and item.kind is ItemKind.KEPT_WEIGHTS else num_bytes
             self._manager.save(item.kind, read_bytes=read_bytes, written_bytes=num_bytes)
         if len(kept) < len(StateArray):
-            self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece))
+            # Loaded weights join the moments in the slot.
+            num_bytes = sum(array.itemsize for array in StateArray if array not in kept) * piece.num_elements
+            self._manager.modify(Item(ItemKind.STATES, op.stage, op.piece), num_bytes=num_bytes)
         places = self._places.stages[op.stage]
         for user in self._users[op.stage][op.piece]:
             if user not in op.refresh and not (op.fill and user == op.stage):

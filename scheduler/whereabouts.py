@@ -36,16 +36,11 @@ class Whereabouts:
         self,
         layouts: Sequence[StageLayout],
         pieces: Sequence[Sequence[Piece]],
-        kept_weights: Sequence[frozenset[int]],
         tiers: Mapping[ItemKind, Tier],
     ) -> None:
-        """``pieces``: per stage, the cuts that the table's items have. ``kept_weights``: per stage, the chunks whose
-        weights are items of their own. ``tiers``: where the buffers of a kind are.
-        """
-        #: Per stage, 1 a piece whose weights are in its state slot beside its moments.
-        self._with_weights = [
-            [piece.chunk not in kept for piece in stage] for stage, kept in zip(pieces, kept_weights, strict=True)
-        ]
+        """``pieces``: per stage, the cuts that the table's items have. ``tiers``: where the buffers of a kind are."""
+        #: Per stage and piece, the bytes of its moments.
+        self._moments = [[MOMENT_BYTES * piece.num_elements for piece in stage] for stage in pieces]
         #: Per stage and chunk, the first piece.
         self._first_pieces: list[dict[int, int]] = []
         for stage in pieces:
@@ -77,10 +72,11 @@ class Whereabouts:
         """The kinds of state that an item holds, by position in STATE_KINDS, each with its bytes."""
         if item.kind is not ItemKind.STATES:
             return ((_WHOLE_KINDS[item.kind], num_bytes),)
-        if not self._with_weights[item.first][item.second]:
+        # Weights are beside them unless they are kept, or have not come there from the weight buffer yet.
+        moments = self._moments[item.first][item.second]
+        if num_bytes == moments:
             return ((MOMENTS, num_bytes),)
-        weights = num_bytes * WEIGHT_BYTES // (WEIGHT_BYTES + MOMENT_BYTES)
-        return ((WEIGHTS, weights), (MOMENTS, num_bytes - weights))
+        return ((WEIGHTS, num_bytes - moments), (MOMENTS, moments))
 
     def tier(self, item: Item, in_buffer: bool) -> Tier:
         """The highest tier that an item is in."""

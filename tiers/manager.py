@@ -305,10 +305,13 @@ class Manager:
             if record is None or record.buffer != buffer or record.state is State.FILLING:
                 raise self._refuse(item, self._state(item, record), f"read from buffer {buffer}")
 
-    def modify(self, item: Item) -> None:
-        """CLEAN or DIRTY -> DIRTY: its buffer has got new content."""
+    def modify(self, item: Item, *, num_bytes: int | None = None) -> None:
+        """CLEAN or DIRTY -> DIRTY: its buffer has got new content, of ``num_bytes`` if these are others than before."""
         with self._lock:
             record = self._require(item, "modify", State.CLEAN, State.DIRTY)
+            if num_bytes is not None:
+                self._count(item.kind, record.buffer, num_bytes - record.num_bytes)
+                record.num_bytes = num_bytes
             self._move(item, record, record.state, State.DIRTY, "modify")
 
     def refresh(self, item: Item) -> None:

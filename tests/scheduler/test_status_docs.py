@@ -44,7 +44,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
     recorder.begin()
     recorder.end(1, 0.0, 1.0, [], [])
     assert recorder.last is not None
-    document = json.loads(b"".join(encode(recorder.last, Whereabouts([], [], [], {}))))
+    document = json.loads(b"".join(encode(recorder.last, Whereabouts([], [], {}))))
     assert sorted(told_fields("timeline")) == sorted(document)
 
 

@@ -124,7 +124,6 @@ def whereabouts_of(num_stages: int) -> Whereabouts:
     return Whereabouts(
         layouts,
         [layout.pieces(4096) for layout in layouts],
-        [frozenset()] * num_stages,
         dict.fromkeys(ItemKind, Tier.HOST),
     )
 
