@@ -12,6 +12,8 @@ from hoist.scheduler.errors import ConfigError
 
 #: How the micro-batches of a step pass through the stages.
 Order = Literal["vertical", "horizontal"]
+#: What layers compute with.
+Dtype = Literal["float32", "bfloat16"]
 #: When updates of a clipped step are made.
 ClipMode = Literal["exact", "speculative"]
 #: Without a word on commits: so many steps between them, or so many minutes where they write what is kept in memory.
@@ -25,6 +27,11 @@ class TrainerConfig:
 
     host_memory_bytes: int
     """The promise: memory beyond the baseline of a warmed-up process, arena and autograd's share together."""
+    device_memory_bytes: int | None = None
+    """The same promise for a device with memory of its own: the most that torch has allocated there. None: there is no
+    such device, and ``host_memory_bytes`` bounds both tiers together."""
+    dtype: Dtype = "float32"
+    """What layers compute with. Weights, moments and sums of gradients are float32 in any case."""
     micro_batch_size: int
     """Most rows of a micro-batch."""
     seq_len: int = 1024

@@ -47,6 +47,13 @@ class Buffers:
     rereads_weights: bool = False
     """Every update reads its weights from NVMe, also where a weight buffer still holds them. For `read_check.py`, which
     checks what is read for updates, and nothing else."""
+    straight_weights: bool = False
+    """What is computed with is ``weight_hi`` as it is stored: it is read from NVMe straight into the weight buffer."""
+    separate: bool = False
+    """Weights, gradients and activations lie in a device's own memory: gradients are brought to host memory before they
+    are used, and new weights of updates brought to the device after."""
+    host_gradients: tuple[int, ...] = ()
+    """If ``separate``: the gradient buffer in host memory of each stage; ``gradients`` then are the device's."""
     kept_weights: tuple[frozenset[int], ...] = ()
     """Per stage, the chunks whose weights (both halves) stay in host memory from step to step. Empty: none."""
     kept_moments: tuple[frozenset[int], ...] = ()

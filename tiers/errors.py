@@ -41,5 +41,9 @@ class TransferError(HoistError, OSError):
     """A read or write of the NVMe tier failed; the message carries operation, file, offset, length and cause."""
 
 
+class DeviceError(HoistError, RuntimeError):
+    """The device that computes has failed, was lost, or has run out of memory; the message says what to do next."""
+
+
 class ResidencyError(HoistError, RuntimeError):
     """A move that the residency table does not allow: a bug in a plan or in what carries it out. Nothing was moved."""

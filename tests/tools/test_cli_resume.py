@@ -113,7 +113,7 @@ def test_what_stays_in_memory_changes_commits_but_no_results(runs: Runs) -> None
     assert runs.curve("kept") == runs.curve("stored") == runs.curve("told")
     silent = read_metrics(runs.metrics("kept"))[2]
     assert (silent["nvme_read_bytes"], silent["nvme_written_bytes"]) == (0, 0)
-    # Per element updated: two moments are not read (its weights are in their buffer anyway), all four arrays not written.
+    # Per element updated: two moments are not read (its weights are in their buffer anyway), nothing is written.
     assert silent["nvme_read_saved_bytes"] * 12 == silent["nvme_written_saved_bytes"] * 8 > 0
 
 
