@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hoist.tiers.device import Device
+
 PAGE_BYTES = 4096
 
 
@@ -32,8 +34,34 @@ def random_buffer(num_bytes: int, *, seed: int, skew: int = 0) -> torch.Tensor:
 
 
 def buffer_bytes(buffer: torch.Tensor) -> bytes:
-    """The buffer's content."""
-    return buffer.numpy().tobytes()
+    """The buffer's content, wherever it lies."""
+    return buffer.cpu().numpy().tobytes()
+
+
+class Memory:
+    """Where a conformance suite makes its buffers: here in host memory."""
+
+    def empty(self, num_bytes: int, *, skew: int = 0) -> torch.Tensor:
+        """As :func:`empty_buffer`."""
+        return empty_buffer(num_bytes, skew=skew)
+
+    def random(self, num_bytes: int, *, seed: int, skew: int = 0) -> torch.Tensor:
+        """As :func:`random_buffer`."""
+        buffer = self.empty(num_bytes, skew=skew)
+        buffer.copy_(random_buffer(num_bytes, seed=seed))
+        return buffer
+
+
+class DeviceMemory(Memory):
+    """In a device's own memory."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def empty(self, num_bytes: int, *, skew: int = 0) -> torch.Tensor:
+        whole = self._device.allocate(num_bytes + 2 * PAGE_BYTES, "a test").fill_(0x55)
+        start = -whole.data_ptr() % PAGE_BYTES + skew
+        return whole[start : start + num_bytes]
 
 
 def make_file(path: Path, content: bytes | int) -> Path:

@@ -44,6 +44,7 @@ class WrapperEngine(IoEngine):
 
     def __init__(self, inner: IoEngine) -> None:
         self.inner = inner
+        self.takes_device_memory = inner.takes_device_memory
 
     def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
         return self.inner.read(path, offset, buffer)

@@ -51,6 +51,18 @@ def cut_request(offset: int, num_bytes: int, part_bytes: int) -> list[tuple[int,
     return [(start, stop - start) for start, stop in pairwise(cuts)]
 
 
+def cut_at_pages(offset: int, num_bytes: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Cut a file range so that each part, its first page begun where the file's is, fits into ``part_bytes`` of memory.
+
+    As (start, length) with starts relative to ``offset``; cuts fall on multiples of 4096 of the file, and all parts but
+    the first and the last are ``part_bytes`` (a multiple of 4096) long. An empty range is one empty part.
+    """
+    first = part_bytes - offset % IO_ALIGN_BYTES
+    if num_bytes <= first:
+        return [(0, num_bytes)]
+    return [(start, stop - start) for start, stop in pairwise([0, *range(first, num_bytes, part_bytes), num_bytes])]
+
+
 def direct_range(offset: int, num_bytes: int, address: int, alignment: DirectAlignment) -> tuple[int, int]:
     """The part of a transfer that direct I/O can do: (start, stop) relative to ``offset``, empty as (0, 0).
 

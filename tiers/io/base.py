@@ -49,6 +49,8 @@ class IoEngine(ABC):
     #: Requests are cut into parts of at most so many bytes, and so many of them are in flight at once; others wait.
     part_bytes: int = 4 * 2**20
     parts_at_once: int = 8
+    #: Buffers may lie in a device's own memory; else in the host's only (`bounce.py` is for those).
+    takes_device_memory: bool = False
 
     @abstractmethod
     def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:

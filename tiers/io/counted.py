@@ -33,6 +33,7 @@ class CountedEngine(IoEngine):
         self.name = inner.name
         self.part_bytes = inner.part_bytes
         self.parts_at_once = inner.parts_at_once
+        self.takes_device_memory = inner.takes_device_memory
 
     def read(self, path: Path, offset: int, buffer: torch.Tensor) -> Future[None]:
         # Before it is asked for: whoever waits for it finds it counted.

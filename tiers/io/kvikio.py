@@ -54,6 +54,7 @@ class KvikioEngine(IoEngine):
     """
 
     name = "kvikio"
+    takes_device_memory = True
 
     def __init__(
         self,

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 
 class WorkerPool:
-    """``num_threads`` daemon threads named ``hoist-io-...``. A job must not raise."""
+    """``num_threads`` daemon threads named ``hoist-io-...``, or as asked. A job must not raise."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, name: str = "hoist-io") -> None:
         #: None tells one thread to end.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"hoist-io-{index}", daemon=True) for index in range(num_threads)
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()

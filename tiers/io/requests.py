@@ -30,14 +30,19 @@ def started_future() -> Future[None]:
 
 def check_request(path: Path, offset: int, buffer: torch.Tensor) -> None:
     """Raise ValueError where the caller broke the contract of :class:`IoEngine`: a bug, not a failed transfer."""
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(
-            f"buffer: got {buffer.dtype} of shape {tuple(buffer.shape)}, must be uint8, 1-D and contiguous; "
-            "use tensor.view(torch.uint8)"
-        )
+    check_buffer(buffer, "buffer")
     if offset < 0:
         raise ValueError(f"offset: got {offset}, must be at least 0")
     check_path(path)
+
+
+def check_buffer(buffer: torch.Tensor, label: str) -> None:
+    """Raise ValueError, naming ``label``, where a tensor is not plain bytes in a row."""
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"{label}: got {buffer.dtype} of shape {tuple(buffer.shape)}, must be uint8, 1-D and contiguous; "
+            "use tensor.view(torch.uint8)"
+        )
 
 
 def check_path(path: Path) -> None:
@@ -51,7 +56,8 @@ def transfer_error(operation: Operation, path: str, offset: int, num_bytes: int,
     where = path if operation == "flush" else f"{num_bytes} bytes at offset {offset} of {path}"
     code = cause.errno if isinstance(cause, OSError) else None
     if code is None:
-        why = str(cause) or type(cause).__name__
+        # One line, whatever a library adds below its first.
+        why = str(cause).strip().partition("\n")[0] or type(cause).__name__
     else:
         why = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
     error = TransferError(f"{operation} of {where} failed: {why}")
