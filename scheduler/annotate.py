@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import profiler
 
-from hoist.scheduler.executor import Done, Handler
+from hoist.scheduler.executor import Done, Handler, Mark
 from hoist.scheduler.ops import Kind, Op
 from hoist.tiers.layout import Piece
 
@@ -48,6 +48,8 @@ class OpNames:
 class Annotated:
     """A handler that wraps another's ops in ranges while a profiler looks, and else only asks whether one does.
 
+    The range of an op that is put in a stream is that of putting it there; what the device does a profiler sees itself.
+
     PyTorch's profiler sees the ops of its own thread, and with ``profile_all_threads`` in its experimental
     configuration those of every lane. It has no ranges from one thread to another: of an I/O op it sees the request.
     NVTX has: its range of an I/O op ends with the op. NVTX ranges are made where CUDA is.
@@ -58,17 +60,16 @@ class Annotated:
         self._names = names
         self._marks_nvtx = torch.cuda.is_available()
 
-    def run(self, op: Op, step: int) -> None:
-        """Carry out an op in a range of its name."""
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
+        """Carry out or issue an op in a range of its name."""
         if not (self._marks_nvtx or profiler._is_profiler_enabled):
-            self._handler.run(op, step)
-            return
+            return self._handler.run(op, step, after)
         name = self._names(op)
         if self._marks_nvtx:
             torch.cuda.nvtx.range_push(name)
         try:
             with profiler.record_function(name):
-                self._handler.run(op, step)
+                return self._handler.run(op, step, after)
         finally:
             if self._marks_nvtx:
                 torch.cuda.nvtx.range_pop()

@@ -1,7 +1,8 @@
 """Runs any plan: hands each op to its lane once what it waits for is done. Knows nothing of models, tensors or files.
 
 What an op does is the handler's business (`runtime.py`). The caller's thread is the compute lane; copy, optim and
-commit have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads.
+commit have a thread each; I/O ops only start requests, whose completion comes from the I/O engine's threads. Ops of a
+device are only issued by their lanes; what has been issued is in `issued.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
+from hoist.scheduler.issued import Issued, Passing, Streams, latest
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Lane, Op
 
@@ -20,13 +22,30 @@ from hoist.scheduler.ops import Kind, Lane, Op
 Done = Callable[[BaseException | None], None]
 
 
-class Handler(Protocol):
-    """What ops do. ``run`` is called on the op's lane and returns when the op has ended; ``start`` must not block."""
+class Mark(Protocol):
+    """A place in a stream of a device, behind the work of one op."""
 
-    def run(self, op: Op, step: int) -> None:
+    @property
+    def stream(self) -> str:
+        """The stream's name. Marks of one stream are reached in the order in which they were made."""
+
+    def wait(self) -> None:
+        """Return when the mark is reached, or raise what the work before it raised. From any thread, many times."""
+
+
+class Handler(Protocol):
+    """What ops do. ``run`` is called on the op's lane; ``start`` must not block."""
+
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         """Carry out a copy, compute, optim or commit op of a step, or keep the books of an op without a lane.
 
         The latter is called by whichever thread ended what the op waited for, and must not block.
+
+        None: the op has ended. A mark: its work has been put in a stream, and the op ends when the mark is reached;
+        of a kind that is not among the executor's ``device_kinds``, its lane waits for that.
+        ``after`` are marks that this work must come after; only ops of ``device_kinds`` get any. An op that gets some
+        and returns None may leave them alone: it has not ended for others until they are reached. If it raises, what it
+        has put in a stream already is for the handler to wait for.
         """
 
     def start(self, op: Op, step: int, done: Done) -> None:
@@ -35,7 +54,10 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one op ran. Times are ``time.perf_counter()`` seconds; an I/O op's span is from request to completion."""
+    """When one op ran. Times are ``time.perf_counter()`` seconds; an I/O op's span is from request to completion.
+
+    Of an op in a stream it begins when all that it came after had ended, and stops when its mark was reached.
+    """
 
     op: Op
     start: float
@@ -57,11 +79,13 @@ class Activity:
     """What an executor is doing at one moment."""
 
     current: Mapping[Lane, Work | None]
-    """Per lane, the op at work; None if it waits. For I/O, the oldest in flight."""
+    """Per lane, the op at work; None if it waits. For I/O, the oldest in flight; where ops of the lane are in streams,
+    the oldest of them."""
     num_io: int
     """I/O ops in flight."""
     turn: Work | None
-    """The compute op whose turn it is, whether at work or waited for; None if no step computes."""
+    """The compute op whose turn it is, whether at work or waited for; None if no step computes. Where compute ops are
+    in streams, the oldest of them."""
     ahead: Work | None
     """From ``turn`` on, the first op that passes a micro-batch through a stage."""
     steps: tuple[int, ...]
@@ -85,21 +109,37 @@ class LaneTime:
 class _Run:
     """The state of one step that is being executed."""
 
-    def __init__(self, linked: LinkedPlan, step: int) -> None:
+    def __init__(self, linked: LinkedPlan, step: int, device_kinds: frozenset[Kind]) -> None:
         self.linked = linked
         self.step = step
         self.ops = linked.plan.ops
         self.waiting = list(linked.num_dependencies)
         self.done = [False] * len(self.ops)
         self.num_left = len(self.ops)
-        #: Ops that :meth:`Executor.run` waits for: compute, and what measures the step's gradients.
-        self.num_awaited = sum(op.kind is Kind.NORM for op in self.ops)
+        #: Ops that :meth:`Executor.run` waits for the ends of: what says the step's loss and measures its gradients.
+        self.num_awaited = sum(op.kind is Kind.NORM or op.kind is Kind.LOSS for op in self.ops)
         #: Ops of the next step that wait for an op of this one.
         self.later: dict[int, list[tuple[_Run, int]]] = {}
+        #: Per op, whether its kind is the device's; empty if there are no such kinds.
+        self.of_device = [op.kind in device_kinds for op in self.ops] if device_kinds else []
+        #: Per op of the device that has not been issued, what has been that it comes after.
+        self.after: dict[int, list[_Issued]] = {}
+        #: Per op that has been issued and has not ended, what ops of the device that follow it come after. Those that
+        #: were known wait for it no longer.
+        self.behind: dict[int, tuple[_Issued, ...]] = {}
+
+    def shares_device(self, index: int, other: _Run, later: int) -> bool:
+        """Both ops are the device's: the second may be issued when the first has been."""
+        return bool(self.of_device) and self.of_device[index] and other.of_device[later]
 
 
 #: One runnable op of a run.
 _Item = tuple[_Run, int]
+_Issued = Issued[_Item]
+#: Is told, before anything that waits for it begins, that an op in a stream has ended: op, step, stream, start, stop
+#: (``time.perf_counter()`` seconds), and the error if it failed. Called by the stream's thread, of any op after those
+#: that it came after; must not block.
+Ended = Callable[[Op, int, str, float, float, BaseException | None], None]
 
 
 class _Now:
@@ -117,12 +157,22 @@ class Executor:
     """Executes steps one after another, letting the end of one overlap the start of the next.
 
     After an op has failed, nothing new is started; the error is raised by the next call, naming the op, and by every
-    call after that. What is in flight then still completes before :meth:`close` returns.
+    call after that. What is in flight or in a stream then still completes before :meth:`close` returns.
+
+    An op waits for the ends of those before it. Between two ops of the device, it is enough that the first has been
+    issued: the second gets its mark, so that the device orders them and no lane waits.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(
+        self, handler: Handler, *, device_kinds: frozenset[Kind] = frozenset(), ended: Ended | None = None
+    ) -> None:
+        """``device_kinds``: those whose ops put their work in streams of a device. ``ended`` hears of their ends."""
         self._handler = handler
+        self._device_kinds = device_kinds
+        self._hear_end = ended
         self._lock = threading.Lock()
+        self._streams: Streams[_Item] = Streams(self._lock, self._end)
+        self._num_issued = 0
         #: One condition a lane, all on the same lock, so that an op's end wakes only whom it concerns.
         #: COMPUTE's also wakes for finished steps, I/O that has landed, and errors.
         self._wake = {lane: threading.Condition(self._lock) for lane in Lane}
@@ -156,7 +206,8 @@ class Executor:
             thread.start()
 
     def run(self, linked: LinkedPlan, step: int) -> list[Span]:
-        """Execute a step; returns when it is computed and its gradients measured (updates may still be under way).
+        """Execute a step; returns when its compute ops have been carried out or issued, its losses are there and its
+        gradients measured (updates may still be under way).
 
         Returns the spans of everything that ended since the previous call returned. Raises what an op raised, and
         ValueError once closed.
@@ -164,7 +215,7 @@ class Executor:
         with self._lock:
             self._raise_error()
         try:
-            self._compute(_Run(linked, step))
+            self._compute(_Run(linked, step, self._device_kinds))
         except BaseException as error:  # an interrupt while it waits leaves the step half done, like any other error
             self._turn.item = None
             self._abandon(error)
@@ -216,7 +267,10 @@ class Executor:
         return self._take_spans()
 
     def close(self) -> None:
-        """Stop the lanes after the op that each is at, wait for I/O in flight. Idempotent; raises nothing."""
+        """Stop the lanes after the op that each is at, wait for I/O in flight and for all that is in streams.
+
+        Idempotent; raises nothing.
+        """
         with self._lock:
             self._closing = True
             self._wake_all()
@@ -224,12 +278,19 @@ class Executor:
                 self._wake[Lane.COMPUTE].wait()
         for thread in self._threads:
             thread.join()
+        self._streams.close()  # last: until here a lane may have issued something
 
     def unfinished(self) -> list[Span]:
         """Spans of the ops at work, up to now; from any thread. A lane without one waits."""
         with self._lock:
             found: list[tuple[_Item, float]] = list(self._in_flight.items())
-        found += [(now.item, now.start) for now in self._at.values() if now.item is not None]
+            found += self._streams.at_work()
+            ahead = {_lane(each.item) for each in self._streams.waiting()}
+        for lane, now in self._at.items():
+            item = now.item
+            # A lane that issues ahead is not what is at work.
+            if item is not None and not (lane in ahead and item[0].of_device and item[0].of_device[item[1]]):
+                found.append((item, now.start))
         stop = perf_counter()
         return [
             Span(run.ops[index], start, stop, run.step) for (run, index), start in found if start < stop
@@ -242,14 +303,20 @@ class Executor:
             num_io = len(self._in_flight)
             steps = tuple(run.step for run in self._runs)
             error, failed_op = self._error, self._failed_op
-        turn = self._turn.item
+            issued: dict[Lane, _Item] = {}
+            for each in self._streams.waiting():
+                issued.setdefault(_lane(each.item), each.item)
+        turn = issued.get(Lane.COMPUTE, self._turn.item)
         ahead = None
         if turn is not None:
             run, index = turn
             passing = next((op for op in run.ops[index:] if op.kind in _PASSING), None)
             ahead = None if passing is None else Work(passing, run.step)
         return Activity(
-            current={Lane.IO: _work(oldest), **{lane: _work(now.item) for lane, now in self._at.items()}},
+            current={
+                Lane.IO: _work(oldest),
+                **{lane: _work(issued.get(lane, now.item)) for lane, now in self._at.items()},
+            },
             num_io=num_io,
             turn=_work(turn),
             ahead=ahead,
@@ -269,7 +336,11 @@ class Executor:
             if not previous.linked.plan.cold:  # a cold plan runs once: kept here, it would never be freed
                 self._joins[key] = joined
             for earlier, later in joined[2]:
-                if not previous.done[earlier]:
+                if previous.done[earlier]:
+                    continue
+                if earlier in previous.behind and previous.shares_device(earlier, run, later):
+                    run.after.setdefault(later, []).extend(previous.behind[earlier])
+                else:
                     previous.later.setdefault(earlier, []).append((run, later))
                     run.waiting[later] += 1
         self._runs.append(run)
@@ -288,31 +359,48 @@ class Executor:
                 if self._closing:
                     self._wake[Lane.COMPUTE].notify()
             if error is not None:
-                if self._error is None:
-                    self._error, self._failed_op = error, op
-                self._wake_all()
+                self._fail(op, error)
                 return
             if op.lane is not Lane.NONE:
                 self._spans.append(Span(op, start, stop, run.step))
-            ready = self._release(run, index)
-            run.num_left -= 1
-            if op.kind is Kind.NORM:
-                run.num_awaited -= 1
-            if not run.num_left:
-                self._runs.remove(run)
-            if not run.num_left or not run.num_awaited:
-                self._wake[Lane.COMPUTE].notify()
+            ready = self._complete(run, index)
         self._dispatch(ready)
+
+    def _fail(self, op: Op, error: BaseException) -> None:
+        """An op has failed. The lock is held."""
+        if self._error is None:
+            self._error, self._failed_op = error, op
+        self._wake_all()
+
+    def _complete(self, run: _Run, index: int) -> list[_Item]:
+        """An op has ended; returns what can start now. The lock is held."""
+        kind = run.ops[index].kind
+        ready = self._release(run, index)
+        run.num_left -= 1
+        if kind is Kind.NORM or kind is Kind.LOSS:
+            run.num_awaited -= 1
+        if not run.num_left:
+            self._runs.remove(run)
+        if not run.num_left or not run.num_awaited:
+            self._wake[Lane.COMPUTE].notify()
+        return ready
 
     def _wake_all(self) -> None:
         for condition in self._wake.values():
             condition.notify_all()
 
     def _release(self, run: _Run, index: int) -> list[_Item]:
+        """Those that waited for the op's end wait for it no longer. The lock is held."""
         run.done[index] = True
-        ready: list[_Item] = []
         followers = [(run, later) for later in run.linked.dependents[index]]
+        if run.behind.pop(index, None) is not None:  # the device's do not wait since it was issued
+            followers = [item for item in followers if not run.shares_device(index, *item)]
         followers += run.later.pop(index, ())
+        return self._let_go(followers)
+
+    def _let_go(self, followers: Sequence[_Item]) -> list[_Item]:
+        """One thing less that each waits for; returns those that can start. The lock is held."""
+        ready: list[_Item] = []
         for item in followers:
             other, later = item
             other.waiting[later] -= 1
@@ -361,9 +449,14 @@ class Executor:
 
     def _execute(self, item: _Item) -> None:
         run, index = item
+        if run.of_device and run.of_device[index]:
+            self._issue(item)
+            return
         start = perf_counter()
         try:
-            self._handler.run(run.ops[index], run.step)
+            mark = self._handler.run(run.ops[index], run.step)
+            if mark is not None:
+                mark.wait()
         except BaseException as error:
             self._finish(item, start, error)
         else:
@@ -403,6 +496,99 @@ class Executor:
                 return self._optim_queue.popleft()
         return None
 
+    # ------------------------------------------------------------------ the device
+
+    def _issue(self, item: _Item) -> None:
+        """Have an op of the device put in a stream, and let go what only waited for that."""
+        run, index = item
+        with self._lock:
+            if self._error is not None:
+                return
+            after = latest(run.after.pop(index, ()))
+            num_before = self._num_issued
+        issued_at = perf_counter()
+        try:
+            mark = self._handler.run(run.ops[index], run.step, [each.mark for each in after])
+        except BaseException as error:
+            self._finish(item, issued_at, error)
+            return
+        if mark is None:
+            self._end_after(item, issued_at, after)
+            return
+        with self._lock:
+            self._num_issued += 1
+            issued = Issued(
+                item=item,
+                mark=mark,
+                number=self._num_issued,
+                num_before=num_before,
+                issued_at=issued_at,
+                after=after,
+            )
+            is_watched = self._streams.add(issued)
+            ready = self._lend(run, index, (issued,))
+        self._dispatch(ready)
+        if not is_watched:
+            self._streams.see(issued)
+
+    def _lend(self, run: _Run, index: int, behind: tuple[_Issued, ...]) -> list[_Item]:
+        """Ops of the device that wait for an op come after ``behind`` instead; returns what can start.
+
+        The lock is held.
+        """
+        run.behind[index] = behind
+        followers = [(run, later) for later in run.linked.dependents[index]]
+        followers += run.later.get(index, ())
+        followers = [item for item in followers if run.shares_device(index, *item)]
+        if index in run.later:
+            run.later[index] = [item for item in run.later[index] if not run.shares_device(index, *item)]
+        for other, later in followers:
+            other.after.setdefault(later, []).extend(behind)
+        return self._let_go(followers)
+
+    def _end_after(self, item: _Item, start: float, after: Sequence[_Issued]) -> None:
+        """An op of the device has returned without a mark: it has ended when those that it comes after have."""
+        run, index = item
+        stop = perf_counter()
+        with self._lock:
+            left = tuple(each for each in after if not each.has_ended)
+            if left:
+                if run.ops[index].lane is not Lane.NONE:
+                    self._spans.append(Span(run.ops[index], start, stop, run.step))
+                passing = Passing(item=item, num_left=len(left))
+                for each in left:
+                    each.passing.append(passing)
+                ready = self._lend(run, index, left)
+        if left:
+            self._dispatch(ready)
+        else:
+            self._finish(item, start, None)
+
+    def _end(self, issued: _Issued, start: float, stop: float, error: BaseException | None) -> None:
+        """The mark of an op was reached, or waiting for it failed. Called by the stream's thread."""
+        run, index = issued.item
+        op = run.ops[index]
+        if self._hear_end is not None:
+            try:
+                self._hear_end(op, run.step, issued.mark.stream, start, stop, error)
+            except BaseException as raised:  # a lane never swallows: the next call raises it
+                error = error or raised
+        with self._lock:
+            self._streams.settle(issued, start, stop)
+            if error is not None:
+                self._fail(op, error)
+                return
+            if op.lane is not Lane.NONE:
+                self._spans.append(Span(op, start, stop, run.step))
+            ready = self._complete(run, index)
+            for passing in issued.passing:
+                passing.num_left -= 1
+                if not passing.num_left:
+                    ready += self._complete(*passing.item)
+        self._dispatch(ready)
+
+    # ------------------------------------------------------------------ ends
+
     @property
     def _stopped(self) -> bool:
         """Nothing new may start. The lock is held."""
@@ -426,6 +612,10 @@ class Executor:
 
 #: Ops that pass a micro-batch through a stage.
 _PASSING = frozenset({Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.EVALUATE})
+
+
+def _lane(item: _Item) -> Lane:
+    return item[0].ops[item[1]].lane
 
 
 def _work(item: _Item | None) -> Work | None:

@@ -18,7 +18,7 @@ from hoist.scheduler.boundary import as_leaves, has_gradient, keep_gradients, pa
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.executor import Done
+from hoist.scheduler.executor import Done, Mark
 from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.places import Places
@@ -186,14 +186,15 @@ class Runtime:
         self._steps.clear()
         self._model.give_back()
 
-    def run(self, op: Op, step: int) -> None:
-        """Carry out a copy, compute, optim or commit op."""
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
+        """Carry out a copy, compute, optim or commit op. It has ended then, and there is nothing to come after."""
         try:
             self._run[op.kind](op, self._steps[step - op.delayed])
         except TransferError as error:
             if op.kind is Kind.WRITE_KEPT:
                 raise self._failure(op, step, error) from error
             raise
+        return None
 
     def start(self, op: Op, step: int, done: Done) -> None:
         """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""

@@ -25,7 +25,7 @@ from hoist.scheduler.batches import Batch
 from hoist.scheduler.boundary import Packed, pack
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
-from hoist.scheduler.executor import Done, Executor
+from hoist.scheduler.executor import Done, Executor, Mark
 from hoist.scheduler.link import link
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import private_rng
@@ -472,7 +472,7 @@ def _cut(batch: Batch, rows: int, tokens: int) -> dict[str, Tensor]:
 class _Nothing:
     """Ops that do nothing, for the executor."""
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> None:
         return
 
     def start(self, op: Op, step: int, done: Done) -> None:

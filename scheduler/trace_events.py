@@ -80,7 +80,17 @@ class SliceNote:
     """What each tier holds, as in an :data:`OpNote`."""
 
 
-Note: TypeAlias = OpNote | BeginNote | SliceNote
+@dataclass(slots=True)
+class TrackNote:
+    """A thread's track is that of a stream, not of a lane; before anything is noted of it."""
+
+    name: str
+    thread: int
+    lane: Lane
+    """Whose track it is beside."""
+
+
+Note: TypeAlias = OpNote | BeginNote | SliceNote | TrackNote
 
 
 @dataclass(slots=True)
@@ -142,6 +152,8 @@ class Events:
                 self._op(note)
             elif isinstance(note, BeginNote):
                 self._begin(note)
+            elif isinstance(note, TrackNote):
+                self._name(note.thread, note.name, _ORDER[note.lane])
             else:
                 self._slice(note)
         events, self._out = self._out, []
@@ -230,7 +242,9 @@ class Events:
         return form
 
     def _add_arrow(self, run: _Run, number: int, track: int, begins: str) -> None:
-        """From what the op waited for last, if it waited."""
+        """From what the op waited for last, if it waited. Not from what ends later: what ends at once where others are
+        in streams has not waited.
+        """
         source, stops, earlier = run, run.stops, run.plan.waits_for[number]
         last = max(earlier, key=stops.__getitem__) if earlier else -1
         before = run.before
@@ -238,7 +252,7 @@ class Events:
             other = max(run.waits_before[number], key=before.stops.__getitem__)
             if last < 0 or before.stops[other] > stops[last]:
                 source, last = before, other
-        if last >= 0:
+        if last >= 0 and source.stops[last]:
             arrow = self._next_arrow
             self._next_arrow += 1
             tail = micros(source.tails[last] + self._offset)

@@ -6,17 +6,17 @@ It changes nothing of what ops do, nor of their order. What becomes of the notes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_native_id
 from time import perf_counter_ns
 
 from hoist.scheduler.annotate import OpNames
-from hoist.scheduler.executor import Done, Handler
+from hoist.scheduler.executor import Done, Handler, Mark
 from hoist.scheduler.link import LinkedPlan
 from hoist.scheduler.ops import Op
 from hoist.scheduler.trace import BATCH_NOTES, Trace
-from hoist.scheduler.trace_events import KEPT_PLANS, BeginNote, PlanNotes, SliceNote
+from hoist.scheduler.trace_events import KEPT_PLANS, BeginNote, PlanNotes, SliceNote, TrackNote
 
 
 class Traced:
@@ -47,6 +47,8 @@ class Traced:
         #: By the identity of what is linked, which a plan's notes keep. The training thread's.
         self._plans: dict[int, PlanNotes] = {}
         self._follows = False
+        #: Streams whose threads have told of an end, which makes each a track.
+        self._streams: set[str] = set()
 
     def begin(self, linked: LinkedPlan, step: int) -> None:
         """The executor is given this plan next."""
@@ -58,17 +60,33 @@ class Traced:
         self._notes.append(BeginNote(plan, step, self._follows))
         self._follows = True
 
-    def run(self, op: Op, step: int) -> None:
-        """Carry out an op and note it."""
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
+        """Carry out an op and note it; one that is put in a stream is noted by :meth:`ended`."""
         start = perf_counter_ns()
         try:
-            self._handler.run(op, step)
+            mark = self._handler.run(op, step, after)
         except BaseException as error:
             stop = perf_counter_ns()
             self._notes.append((op, step, get_native_id(), start, stop, self._held(), type(error).__name__))
             raise
+        if mark is not None:
+            return mark
         stop = perf_counter_ns()
         self._notes.append((op, step, get_native_id(), start, stop, self._held(), None))
+        if len(self._notes) >= BATCH_NOTES:
+            self._trace.wait_for_room()
+        return None
+
+    def ended(
+        self, op: Op, step: int, stream: str, start: float, stop: float, error: BaseException | None
+    ) -> None:
+        """Note an op that was in a stream: for the executor, whose thread of that stream calls it."""
+        thread = get_native_id()
+        if stream not in self._streams:
+            self._streams.add(stream)
+            self._notes.append(TrackNote(f"{stream} stream", thread, op.lane))
+        failed = None if error is None else type(error).__name__
+        self._notes.append((op, step, thread, round(1e9 * start), round(1e9 * stop), self._held(), failed))
         if len(self._notes) >= BATCH_NOTES:
             self._trace.wait_for_room()
 

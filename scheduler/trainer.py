@@ -179,7 +179,9 @@ class Trainer:
             self._traced = Traced(
                 trace, annotated, names=names, io_bytes=self._op_bytes.num_bytes, held=self._manager.held_bytes
             )
-        self._executor = Executor(self._traced or annotated)
+        self._executor = Executor(
+            self._traced or annotated, ended=None if self._traced is None else self._traced.ended
+        )
         self._plans = StepPlans(self._setup, config)
         #: Updates of the last step are delayed into the next one.
         self._pending = False

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from hoist.scheduler.executor import Done, Executor, LaneTime, Span, lane_times
+from hoist.scheduler.executor import Done, Executor, LaneTime, Mark, Span, lane_times
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane, Op, Part, Resource
 from hoist.scheduler.plan import horizontal, vertical
@@ -59,7 +59,7 @@ class Toy:
         self.threads: dict[tuple[int, int], str] = {}
         self._io = ThreadPoolExecutor(4, thread_name_prefix="toy-io")
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> None:
         key = (step, op.piece)
         with self.lock:
             self.log.append(("begin", *key))
@@ -262,7 +262,7 @@ class Checked:
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(4)
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> None:
         with self.lock:
             flight = self.simulation.begin(self.plans[step], step, op)
         with self.lock:

@@ -12,7 +12,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from hoist.scheduler import publish
 from hoist.scheduler.errors import ConfigError
+from hoist.scheduler.executor import Mark
 from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.ops import Kind, Lane, Op
 from hoist.scheduler.publish import Publisher
@@ -394,12 +395,12 @@ def test_updates_that_are_finished_on_their_own_are_told_with_their_step(tmp_pat
     seen: set[tuple[str | None, int | None, int]] = set()
 
     class Watching(Runtime):
-        def run(self, op: Op, step: int) -> None:
+        def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
             if op.kind is Kind.UPDATE:
                 trainer.publish()
                 position = read(directory).position
                 seen.add((position.phase, position.current_step, position.step))
-            super().run(op, step)
+            return super().run(op, step, after)
 
     class WatchingTrainer(Trainer):
         runtime_kind = Watching
@@ -467,12 +468,12 @@ def test_an_evaluation_is_told_as_one(tmp_path: Path) -> None:
     phases: set[tuple[str | None, int | None]] = set()
 
     class Watching(Runtime):
-        def run(self, op: Op, step: int) -> None:
+        def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
             if op.kind in (Kind.FORWARD, Kind.EVALUATE):
                 trainer.publish()
                 position = read(directory).position
                 phases.add((position.phase, position.current_step))
-            super().run(op, step)
+            return super().run(op, step, after)
 
     class WatchingTrainer(Trainer):
         runtime_kind = Watching
@@ -493,10 +494,10 @@ class FailingRuntime(Runtime):
     kind = Kind.BACKWARD
     error: Exception = RuntimeError("no such\nluck")
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         if op.kind is self.kind and op.stage == 2:
             raise self.error
-        super().run(op, step)
+        return super().run(op, step, after)
 
 
 class FailingTrainer(Trainer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hoist.scheduler.config import ClipMode, Order
+from hoist.scheduler.executor import Mark
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
@@ -109,14 +110,15 @@ class LateUpdates(Runtime):
         self._computed: defaultdict[int, threading.Event] = defaultdict(threading.Event)
         self._held: set[int] = set()
 
-    def run(self, op: Op, step: int) -> None:
-        super().run(op, step)
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
+        mark = super().run(op, step, after)
         if op.kind is Kind.BACKWARD and op.stage == 0 and op.micro_batch + 1 == len(self._steps[step].batches):
             self._computed[step].set()
         elif op.kind is Kind.UPDATE and not op.delayed and step not in self._held:
             self._held.add(step)
             computed = self._computed[step].wait(60)
             assert computed
+        return mark
 
 
 @pytest.mark.parametrize("factor", [1.0, math.nan])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hoist.scheduler.executor import Done
+from hoist.scheduler.executor import Done, Mark
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane, Op
 from hoist.scheduler.runtime import Runtime
@@ -116,10 +116,10 @@ class DisorderedRuntime(Runtime):
         super().__init__(**arguments)
         self.dealer = Dealer(self.seed)
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         if op.lane is not Lane.NONE:  # those are run by whoever ended the op before, and must not block
             self.dealer.wait_turn(_GROUPS.get(op.kind, _COMPUTE))
-        super().run(op, step)
+        return super().run(op, step, after)
 
     def start(self, op: Op, step: int, done: Done) -> None:
         def begin() -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 import torch
 
+from hoist.scheduler.executor import Mark
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
@@ -128,13 +130,13 @@ class TickingRuntime(Runtime):
 
     deadline: ClassVar[Deadline]
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         match op.kind:
             case Kind.FORWARD | Kind.LOSS | Kind.BACKWARD:
                 self.deadline.tick(op.kind.name.lower())
             case Kind.UPDATE:
                 self.deadline.tick("delayed update" if op.delayed else "update in the backward")
-        super().run(op, step)
+        return super().run(op, step, after)
 
 
 class TickingTrainer(Trainer):

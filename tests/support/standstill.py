@@ -8,7 +8,7 @@ What every piece's newest states are is remembered as the optimizer makes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hoist.optim.split import merge
-from hoist.scheduler.executor import Done
+from hoist.scheduler.executor import Done, Mark
 from hoist.scheduler.ops import Kind, Op
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
@@ -106,13 +106,14 @@ class _Engine(WrapperEngine):
 class _Runtime(Runtime):
     world: World
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         with self.world.lock:
             self.world.show(f"before {op}", op)
-            super().run(op, step)
+            mark = super().run(op, step, after)
             if op.kind is Kind.UPDATE:
                 self._remember(op, step)
             self.world.show(f"after {op}", op)
+        return mark
 
     def _remember(self, op: Op, step: int) -> None:
         if op.stashed:

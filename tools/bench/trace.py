@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from hoist.scheduler.annotate import OpNames
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.config import TrainerConfig
-from hoist.scheduler.executor import Done, Handler
+from hoist.scheduler.executor import Done, Handler, Mark
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Lane, Op
@@ -78,7 +78,7 @@ class Result:
 class _Nothing:
     """Ops that do nothing."""
 
-    def run(self, op: Op, step: int) -> None:
+    def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> None:
         return
 
     def start(self, op: Op, step: int, done: Done) -> None:
