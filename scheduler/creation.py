@@ -66,8 +66,8 @@ def create_store(
     Never holds more than one stage's weights, in the buffers that training uses. ``progress`` gets what is being done
     and done and total bytes, or zeros where nobody knows. ``extras`` is called with the directory for small files that
     belong beside the weights (configuration, tokenizer). ``drives``: see :meth:`Store.create`. Raises
-    StoreRefusedError with nothing changed, ModelError on weights that are not finite, whatever ``source`` raises,
-    TransferError; after those the directory holds no store that opens.
+    StoreRefusedError or BudgetError with nothing changed, ModelError on weights that are not finite, whatever
+    ``source`` raises, TransferError; after those the directory holds no store that opens.
     """
 
     def report(what: str) -> Callable[[int, int], None] | None:
@@ -79,6 +79,7 @@ def create_store(
         if done >= total:  # until the drive has the reservations, which nobody knows the length of
             progress("waiting for the drive", 0, 0)
 
+    filling = setup.for_creation()
     store = Store.create(
         directory,
         layouts=setup.layouts,
@@ -91,7 +92,7 @@ def create_store(
         progress=None if progress is None else reserving,
     )
     try:
-        _fill(store, model, setup, store.counted(engine), source, report("writing weights"))
+        _fill(store, model, filling, store.counted(engine), source, report("writing weights"))
         if progress is not None:
             progress("committing", 0, 0)
         if extras is not None:

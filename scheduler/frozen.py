@@ -98,20 +98,25 @@ def lay_out_frozen(layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]]
     )
 
 
-def widen(layout: FrozenLayout, stored: Tensor, computed: Tensor) -> None:
+def widen(layout: FrozenLayout, stored: Tensor, computed: Tensor, *, through: Tensor | None = None) -> None:
     """Bring every tensor from its stored form to the one that the model computes with; exact.
 
     ``stored`` (uint8) is the region of stored tensors, ``computed`` (uint8) the frozen part of the buffer, of which
-    ``stored`` may be the end: it is lost then.
+    ``stored`` may be the end: it is lost then. ``through`` (uint8, of the memory of ``computed``) is what passes of
+    ``stored`` may be brought to first, where that lies in other memory: copies then take no other.
     """
     for tensor in layout.tensors:
         source = _stored(tensor, stored)
         target = _computed(tensor, computed)
-        for start in range(0, source.numel(), _BLOCK_ELEMENTS):
-            part, into = source[start : start + _BLOCK_ELEMENTS], target[start : start + _BLOCK_ELEMENTS]
+        length = _BLOCK_ELEMENTS if through is None else min(_BLOCK_ELEMENTS, through.nbytes // source.itemsize)
+        for start in range(0, source.numel(), length):
+            part, into = source[start : start + length], target[start : start + length]
             if part.data_ptr() == into.data_ptr() and part.dtype == into.dtype:
                 continue
-            into.copy_(part.clone() if _overlap(part, into) else part)
+            if through is not None:
+                into.copy_(through[: part.nbytes].view(part.dtype).copy_(part, non_blocking=True))
+            else:
+                into.copy_(part.clone() if _overlap(part, into) else part)
 
 
 def stored_tensors(layout: FrozenLayout, stored: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -58,6 +58,11 @@ def parts(num_rows: int, num_tokens: int, limit: int) -> Sequence[Part]:
     return [Part(rows=slice(row, row + 1), columns=piece) for row in range(num_rows) for piece in pieces]
 
 
+def _ignores(part: Part, batch: Batch) -> bool:
+    """No label of the part counts. ``batch`` is in host memory."""
+    return bool((part.of(shifted_labels(batch["labels"])) == IGNORED_LABEL).all())
+
+
 def _cuts(length: int, limit: int) -> list[slice]:
     count = -(-length // limit)
     bounds = [length * number // count for number in range(count + 1)]
@@ -87,11 +92,14 @@ class HeadLoss:
         context: Context,
         num_items: float,
         *,
+        on_host: Batch | None = None,
         mode: AbstractContextManager[object],
         backward: Callable[[Tensor], None],
         hands_down: bool = True,
     ) -> tuple[Tensor, frozenset[int]]:
         """The loss, 0-d float32, as :meth:`HeadStage.forward` has it; and its gradients.
+
+        ``on_host`` is ``batch`` in host memory, for what must be decided at once; None: it is there.
 
         ``carried``, what the head is given, is overwritten by the gradients of the loss, slice by slice; returned are
         also the positions of those tensors that have none. Without ``hands_down`` nobody wants these gradients: none
@@ -111,10 +119,10 @@ class HeadLoss:
             return loss.detach(), keep_gradients(carried, sources) if hands_down else frozenset()
         (hidden,) = carried
         labels = shifted_labels(batch["labels"])
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for part in cut:
             place = part.of(hidden)
-            if bool((part.of(labels) == IGNORED_LABEL).all()):
+            if _ignores(part, on_host or batch):
                 if hands_down:
                     place.zero_()
                 continue
@@ -127,21 +135,29 @@ class HeadLoss:
             total += loss.detach()
         return total.float(), frozenset()
 
-    def evaluate(self, carried: Sequence[Tensor], batch: Batch, context: Context, num_items: float) -> Tensor:
+    def evaluate(
+        self,
+        carried: Sequence[Tensor],
+        batch: Batch,
+        context: Context,
+        num_items: float,
+        *,
+        on_host: Batch | None = None,
+    ) -> Tensor:
         """The loss, 0-d float32, as :meth:`train` has it for the same arguments, without gradients.
 
         ``carried`` stays as it is. The head must be bound.
         """
         cut = self.parts(carried)
-        total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
             if len(cut) == 1:
                 sources = as_leaves(carried, wanted=False)
                 return self._head.forward(as_carried(sources), batch, context, num_items)
             (hidden,) = carried
             labels = shifted_labels(batch["labels"])
+            total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             for part in cut:
-                if not bool((part.of(labels) == IGNORED_LABEL).all()):
+                if not _ignores(part, on_host or batch):
                     ids = part.of(batch["input_ids"])
                     total += self._head.slice_loss(part.of(hidden), ids, part.of(labels), num_items)
         return total.float()

@@ -1,7 +1,8 @@
-"""From a host-memory budget to buffers: how many of each kind, how large, and what the smallest workable budget is.
+"""From memory budgets to buffers: how many of each kind, how large, and what the smallest workable budgets are.
 
-Pure arithmetic on bytes. The formula is written once, in `need_bytes`; refusals, docs and tests use it. The arena that
-is carved up accordingly is `tiers/arena.py`; the plan that uses the buffers is `plan.py`.
+Pure arithmetic on bytes. The formula is written once, in `parts`; refusals, docs and tests use it. A device with memory
+of its own has a budget of its own, with its share of the parts. The arena that is carved up accordingly is
+`tiers/arena.py`; the plan that uses the buffers is `plan.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
 
 #: Bytes an element takes in a staging slot: weight_hi and weight_lo.
 STAGING_BYTES = 4
+#: Bytes an element takes on a separate device while its weight comes from host memory: two halves, and their merging.
+UPLOAD_BYTES = 8
 #: Bytes an element takes in a state slot: weight_hi, weight_lo, exp_avg, exp_avg_sq.
 STATE_BYTES = WEIGHT_BYTES + MOMENT_BYTES
 #: Bytes an element of a gradient takes.
@@ -34,6 +37,9 @@ MIN_SLOTS = 2
 MAX_SLOTS = 8
 #: Rings of slots (staging and states) grow while they take at most this share of the budget.
 RING_SHARE = 1 / 3
+#: Slots of the ring in host memory through which files and a separate device exchange bytes, and the most of one slot.
+NUM_BOUNCE_SLOTS = 8
+MAX_BOUNCE_BYTES = 4 * 2**20
 #: Bytes of traffic that a byte of room for waiting gradients or boundary activations saves: one write, one read.
 SPILL_VALUE = 2.0
 
@@ -73,10 +79,58 @@ class Demand:
     """Some gradients must wait for the next step: their updates are delayed, or may have to be made again."""
     horizontal: bool
     """Micro-batch-major order: gradients of all stages are carried from micro-batch to micro-batch."""
+    separate: bool = False
+    """What computes has memory of its own, with its own budget: weight and gradient buffers, loans, staging,
+    activations and workspace are there; states, and gradients on their way to updates, in host memory."""
     keepable: tuple[Candidate, ...] = ()
     """What may stay in host memory from step to step, the best first, after those that must stay."""
     num_pinned: int = 0
     """How many of them must stay, whatever the budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientBuffers:
+    """A region of gradient buffers: one or two that stages share, then each other stage's own."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each stage's gradients; 0 if it has none."""
+    num_shared: int
+    """1 or 2, which the stages without a buffer of their own share."""
+    num_kept: int
+    """Stages, counted from the last, with a buffer of their own, where gradients can wait."""
+
+    @property
+    def _first_kept(self) -> int:
+        return len(self.sizes) - self.num_kept
+
+    @property
+    def sharing(self) -> list[int]:
+        """Stages that share buffers: those with gradients that have none of their own."""
+        return [stage for stage in range(self._first_kept) if self.sizes[stage]]
+
+    @property
+    def _shared_bytes(self) -> int:
+        sizes = [self.sizes[stage] for stage in self.sharing]
+        return max(sizes, default=0) if self.num_shared == 1 else _pair_bytes(sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the region."""
+        return self._shared_bytes + sum(self.sizes[self._first_kept :])
+
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each stage's buffer: 0 and 1 are shared, the others one stage's."""
+        turns = {stage: turn % self.num_shared for turn, stage in enumerate(self.sharing)}
+        return tuple(turns.get(stage, 2 + stage) for stage in range(len(self.sizes)))
+
+    def offset(self, stage: int) -> int:
+        """First byte of a stage's gradients in the region."""
+        if stage >= self._first_kept:
+            return self._shared_bytes + sum(self.sizes[self._first_kept : stage])
+        sharing = self.sharing
+        if stage not in sharing or self.num_shared == 1 or sharing.index(stage) % 2 == 0:
+            return 0
+        return self._shared_bytes - self.sizes[stage]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +151,10 @@ class MemoryPlan:
     """Stages, counted from the last, whose compute weights stay in their buffers from step to step."""
     num_kept: int = 0
     """Candidates, counted from the best, that stay in host memory from step to step."""
+    num_host_gradient_buffers: int = 0
+    """With a separate device: 1 or 2 in host memory, which the stages without one of their own there share."""
+    num_kept_host_gradients: int = 0
+    """With a separate device: stages, counted from the last, with a gradient buffer of their own in host memory."""
 
     @property
     def kept(self) -> Kept:
@@ -126,31 +184,59 @@ class MemoryPlan:
         return _pair_bytes([stage.weights for stage in self._streamed])
 
     @property
-    def _shared_gradients(self) -> list[int]:
-        """Stages that share the gradient buffers: those with gradients that have no buffer of their own."""
-        shared = len(self.demand.stages) - self.num_kept_gradients
-        return [stage for stage in range(shared) if self.demand.stages[stage].gradients]
+    def gradients(self) -> GradientBuffers:
+        """Those that backward passes fill."""
+        return GradientBuffers(
+            sizes=tuple(stage.gradients for stage in self.demand.stages),
+            num_shared=self.num_gradient_buffers,
+            num_kept=self.num_kept_gradients,
+        )
 
     @property
-    def _shared_gradient_bytes(self) -> int:
-        sizes = [self.demand.stages[stage].gradients for stage in self._shared_gradients]
-        return max(sizes, default=0) if self.num_gradient_buffers == 1 else _pair_bytes(sizes)
+    def host_gradients(self) -> GradientBuffers:
+        """With a separate device: those that updates use."""
+        return GradientBuffers(
+            sizes=tuple(stage.gradients for stage in self.demand.stages),
+            num_shared=self.num_host_gradient_buffers,
+            num_kept=self.num_kept_host_gradients,
+        )
 
     @property
-    def gradient_bytes(self) -> int:
-        """Region of the gradient buffers: the shared ones, then each stage's own."""
-        kept = self.demand.stages[len(self.demand.stages) - self.num_kept_gradients :]
-        return self._shared_gradient_bytes + sum(stage.gradients for stage in kept)
+    def _waiting_gradients(self) -> GradientBuffers:
+        return self.host_gradients if self.demand.separate else self.gradients
 
     @property
     def state_bytes(self) -> int:
         """Bytes an element takes in a state slot: the four arrays, and its gradient if some come back from scratch."""
-        return STATE_BYTES + (GRADIENT_BYTES if self.demand.delayed and len(self._shared_gradients) > 1 else 0)
+        stashes = self.demand.delayed and len(self._waiting_gradients.sharing) > 1
+        return STATE_BYTES + (GRADIENT_BYTES if stashes else 0)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging slots."""
+        return self.piece_elements * self.num_staging * STAGING_BYTES
+
+    @property
+    def states_bytes(self) -> int:
+        """State slots."""
+        return self.piece_elements * self.num_states * self.state_bytes
 
     @property
     def ring_bytes(self) -> int:
         """Staging and state slots."""
-        return self.piece_elements * (self.num_staging * STAGING_BYTES + self.num_states * self.state_bytes)
+        return self.staging_bytes + self.states_bytes
+
+    @property
+    def upload_bytes(self) -> int:
+        """A piece on its way from host memory into a separate device's weight buffers; 0 without one."""
+        return UPLOAD_BYTES * self.piece_elements if self.demand.separate else 0
+
+    @property
+    def bounce_slot_bytes(self) -> int:
+        """One slot of the ring between files and a separate device; 0 without one."""
+        if not self.demand.separate:
+            return 0
+        return min(MAX_BOUNCE_BYTES, STAGING_BYTES * self.piece_elements)
 
     @property
     def activation_bytes(self) -> int:
@@ -158,34 +244,87 @@ class MemoryPlan:
         return self.num_activations * self.demand.activation_bytes
 
     @property
-    def arena_bytes(self) -> int:
-        """The arena: everything that is leased."""
+    def _computing_bytes(self) -> int:
+        """Regions of what computation touches, staging left out."""
         fixed = self.demand.loan_bytes + self.demand.block_bytes
-        spilled = self.ring_bytes + self.activation_bytes
-        return self.weight_bytes + self.gradient_bytes + fixed + spilled + self.kept_bytes
+        return self.weight_bytes + self.gradients.num_bytes + fixed + self.activation_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """The arena in host memory: everything that is leased there."""
+        if not self.demand.separate:
+            return self._computing_bytes + self.ring_bytes + self.kept_bytes
+        bounced = NUM_BOUNCE_SLOTS * self.bounce_slot_bytes
+        return self.host_gradients.num_bytes + self.states_bytes + bounced + self.kept_bytes
+
+    @property
+    def region_bytes(self) -> int:
+        """The region in a separate device's memory; 0 without one."""
+        return self._computing_bytes + self.staging_bytes + self.upload_bytes if self.demand.separate else 0
 
     @property
     def workspace_bytes(self) -> int:
-        """Reserved outside the arena: one stage's forward and backward, and the contexts."""
+        """Reserved beside that where computation happens: one stage's forward and backward, and the contexts."""
         return max(stage.workspace for stage in self.demand.stages) + self.demand.context_bytes
 
     @property
-    def need_bytes(self) -> int:
-        """The formula: weights, gradients, loans, block, rings, activations, kept states, workspace and contexts."""
-        return self.arena_bytes + self.workspace_bytes
+    def filling_bytes(self) -> int:
+        """With a separate device: what filling a new store takes beyond the arena, as its weights are then here."""
+        if not self.demand.separate:
+            return 0
+        return max(0, smallest(filling_demand(self.demand)).need_bytes - self.arena_bytes)
 
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """The formula's terms, for people: (label, bytes)."""
+    @property
+    def need_bytes(self) -> int:
+        """The formula: the sum of :meth:`parts`. With a separate device, of those in host memory."""
+        return self.arena_bytes + (self.filling_bytes if self.demand.separate else self.workspace_bytes)
+
+    @property
+    def device_need_bytes(self) -> int:
+        """The same of a separate device's memory; 0 without one."""
+        return self.region_bytes + self.workspace_bytes if self.demand.separate else 0
+
+    def _computing_parts(self) -> tuple[tuple[str, int], ...]:
         return (
             ("weight buffers", self.weight_bytes),
-            ("gradient buffers", self.gradient_bytes),
+            ("gradient buffers", self.gradients.num_bytes),
             ("gradients of tied tensors", self.demand.loan_bytes),
             ("a block of a gradient", self.demand.block_bytes),
+        )
+
+    def _room_parts(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
+            ("masks, positions, batches", self.demand.context_bytes),
+        )
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The terms of the formula of host memory, for people: (label, bytes)."""
+        if self.demand.separate:
+            return (
+                ("gradients for updates", self.host_gradients.num_bytes),
+                ("optimizer pieces", self.states_bytes),
+                ("on the way between drive and device", NUM_BOUNCE_SLOTS * self.bounce_slot_bytes),
+                ("states kept from step to step", self.kept_bytes),
+                ("more while a store is filled", self.filling_bytes),
+            )
+        return (
+            *self._computing_parts(),
             ("staging and optimizer pieces", self.ring_bytes),
             ("boundary activations", self.activation_bytes),
             ("states kept from step to step", self.kept_bytes),
-            ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
-            ("masks, positions, batches", self.demand.context_bytes),
+            *self._room_parts(),
+        )
+
+    def device_parts(self) -> tuple[tuple[str, int], ...]:
+        """The same of a separate device's memory; empty without one."""
+        if not self.demand.separate:
+            return ()
+        return (
+            *self._computing_parts(),
+            ("staging pieces", self.staging_bytes + self.upload_bytes),
+            ("boundary activations", self.activation_bytes),
+            *self._room_parts(),
         )
 
     def buffers(self, delayed_from: Sequence[int] = (), *, speculative: bool = False) -> Buffers:
@@ -197,11 +336,12 @@ class MemoryPlan:
         count = len(self.demand.stages)
         streamed = count - self.num_resident
         weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
-        turns = {stage: turn % self.num_gradient_buffers for turn, stage in enumerate(self._shared_gradients)}
-        gradients = tuple(turns.get(stage, 2 + stage) for stage in range(count))
+        separate = self.demand.separate
         return Buffers(
             weights=weights,
-            gradients=gradients,
+            gradients=self.gradients.numbers(),
+            separate=separate,
+            host_gradients=self.host_gradients.numbers() if separate else (),
             delayed_from=tuple(delayed_from),
             num_staging=self.num_staging,
             num_states=self.num_states,
@@ -222,17 +362,6 @@ class MemoryPlan:
         if stage >= streamed:
             return self._streamed_bytes + sum(stage_bytes.weights for stage_bytes in self._resident[: stage - streamed])
         return 0 if stage % 2 == 0 else self._streamed_bytes - self.demand.stages[stage].weights
-
-    def gradient_offset(self, stage: int) -> int:
-        """First byte of a stage's gradients in the gradient region."""
-        shared = self._shared_gradients
-        streamed = len(self.demand.stages) - self.num_kept_gradients
-        if stage >= streamed:
-            before = self.demand.stages[streamed:stage]
-            return self._shared_gradient_bytes + sum(other.gradients for other in before)
-        if stage not in shared or self.num_gradient_buffers == 1 or shared.index(stage) % 2 == 0:
-            return 0
-        return self._shared_gradient_bytes - self.demand.stages[stage].gradients
 
 
 def promised_bytes(budget_bytes: int) -> int:
@@ -259,6 +388,24 @@ def smallest(demand: Demand) -> MemoryPlan:
         num_kept_gradients=0,
         num_resident=0,
         num_kept=demand.num_pinned,
+        num_host_gradient_buffers=1 if demand.separate else 0,
+    )
+
+
+def filling_demand(demand: Demand) -> Demand:
+    """What filling a new store takes: weight buffers in host memory, gradient buffers as staging, rings."""
+    return replace(
+        demand,
+        stages=tuple(replace(stage, workspace=0) for stage in demand.stages),
+        loan_bytes=0,
+        block_bytes=0,
+        num_boundaries=0,
+        context_bytes=0,
+        delayed=False,
+        horizontal=False,
+        separate=False,
+        keepable=(),
+        num_pinned=0,
     )
 
 
@@ -272,9 +419,14 @@ def _smallest_piece(demand: Demand) -> int:
 
 
 def divide(
-    demand: Demand, *, budget_bytes: int, resident_weights: bool = True, max_kept_bytes: int | None = None
+    demand: Demand,
+    *,
+    budget_bytes: int,
+    device_budget_bytes: int = 0,
+    resident_weights: bool = True,
+    max_kept_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Divide a budget among the buffers: first what overlap needs, then what saves the most traffic.
+    """Divide a budget, and that of a separate device, among the buffers: what overlap needs, then what saves most.
 
     From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward) and
     larger and more pieces; then states that stay from step to step, as long as a byte of them saves more than a byte of
@@ -285,25 +437,36 @@ def divide(
     Raises BudgetError with the smallest budget that works.
     """
     plan = smallest(demand)
-    if plan.need_bytes > budget_bytes:
-        parts = ", ".join(f"{label} {_mib(size)}" for label, size in plan.parts() if size)
-        raise BudgetError(
-            f"--host-memory: {_mib(budget_bytes)} is too small; at least {_mib(plan.need_bytes)} are needed ({parts}); "
-            f"give --host-memory {-(-plan.need_bytes // 2**20)}MiB or more, "
-            "or a smaller --micro-batch-size or --seq-len"
-        )
+    for option, given, need, terms in (
+        ("--host-memory", budget_bytes, plan.need_bytes, plan.parts()),
+        ("--device-memory", device_budget_bytes, plan.device_need_bytes, plan.device_parts()),
+    ):
+        if need > given:
+            parts = ", ".join(f"{label} {_mib(size)}" for label, size in terms if size)
+            raise BudgetError(
+                f"{option}: {_mib(given)} is too small; at least {_mib(need)} are needed ({parts}); "
+                f"give {option} {-(-need // 2**20)}MiB or more, or a smaller --micro-batch-size or --seq-len"
+            )
 
     def take(wanted: MemoryPlan) -> bool:
         nonlocal plan
-        if wanted.need_bytes > budget_bytes:
+        if wanted.need_bytes > budget_bytes or wanted.device_need_bytes > device_budget_bytes:
             return False
         plan = wanted
         return True
 
     take(replace(plan, num_gradient_buffers=2))
-    ring_limit = RING_SHARE * budget_bytes
+    if demand.separate:
+        take(replace(plan, num_host_gradient_buffers=2))
+
+    def in_share(wanted: MemoryPlan) -> bool:
+        if not demand.separate:
+            return wanted.ring_bytes <= RING_SHARE * budget_bytes
+        in_host = wanted.states_bytes <= RING_SHARE * budget_bytes
+        return in_host and wanted.staging_bytes <= RING_SHARE * device_budget_bytes
+
     # One chain of enlargements, left at the first that does not fit: a larger budget only goes further along it.
-    while (bigger := _next_ring(plan)) != plan and bigger.ring_bytes <= ring_limit and take(bigger):
+    while (bigger := _next_ring(plan)) != plan and in_share(bigger) and take(bigger):
         pass
 
     sums = list(accumulate((candidate.num_bytes for candidate in demand.keepable), initial=0))
@@ -319,11 +482,18 @@ def divide(
 
     keep(more_than=SPILL_VALUE)
     if demand.activation_bytes:
-        spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
+        if demand.separate:
+            spare = (device_budget_bytes - plan.device_need_bytes) // demand.activation_bytes
+        else:
+            spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
         take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
-    if demand.horizontal or demand.delayed:
+    if demand.horizontal or (demand.delayed and not demand.separate):
         while plan.num_kept_gradients < len(demand.stages):
             if not take(replace(plan, num_kept_gradients=plan.num_kept_gradients + 1)):
+                break
+    if demand.separate and demand.delayed:
+        while plan.num_kept_host_gradients < len(demand.stages):
+            if not take(replace(plan, num_kept_host_gradients=plan.num_kept_host_gradients + 1)):
                 break
     keep(more_than=0.0)
     while resident_weights and plan.num_resident < len(demand.stages):

@@ -61,9 +61,15 @@ class Kind(Enum):
     READ_STATES = auto()
     """NVMe -> state slot: weights (unless ``loaded``) and moments of one piece, unless they are kept; the stashed
     gradient too."""
+    DOWNLOAD = auto()
+    """Gradient buffer of ``stage`` -> its gradient buffer in host memory, what borrowers of its tensors left added
+    first. Only with a separate device; the gradients are complete."""
     UPDATE = auto()
     """AdamW on one piece in its state slot, or where it is kept (``slot`` -1 if all of it is); the new weights also go
     to the buffers of the stages in ``refresh``. If ``loaded``, the weights before are those in the weight buffer."""
+    REFRESH = auto()
+    """State slot, or where it is kept (``slot`` -1) -> weight buffer of ``stage``: the new weights of a piece of
+    ``owner``, after their update. Only with a separate device; else the update does this itself."""
     WRITE_STATES = auto()
     """State slot -> NVMe (a slot that the last commit does not name): what is not kept."""
     WRITE_KEPT = auto()
@@ -99,7 +105,9 @@ LANES: dict[Kind, Lane] = {
     Kind.NORM: Lane.OPTIM,
     Kind.OPEN_CHUNK: Lane.NONE,
     Kind.READ_STATES: Lane.IO,
+    Kind.DOWNLOAD: Lane.COPY,
     Kind.UPDATE: Lane.OPTIM,
+    Kind.REFRESH: Lane.COPY,
     Kind.WRITE_STATES: Lane.IO,
     # Not the io lane: one chunk after another, so that the drive is left to what computation waits for.
     Kind.WRITE_KEPT: Lane.COMMIT,
@@ -110,6 +118,15 @@ LANES: dict[Kind, Lane] = {
     Kind.FETCH_GRADIENT: Lane.IO,
     Kind.COMMIT: Lane.COMMIT,
 }
+
+
+#: What a separate device does: these ops are put into its streams, and end when it has done them.
+DEVICE_KINDS = frozenset(
+    {
+        Kind.MERGE, Kind.WIDEN, Kind.BIND, Kind.FORWARD, Kind.LOSS, Kind.EVALUATE, Kind.BACKWARD, Kind.UNBIND,
+        Kind.DOWNLOAD, Kind.REFRESH,
+    }
+)  # fmt: skip
 
 
 class Part(Enum):
@@ -126,6 +143,8 @@ class Part(Enum):
     """A staging slot (number)."""
     GRADIENT = auto()
     """A gradient buffer (number)."""
+    HOST_GRADIENT = auto()
+    """A gradient buffer in host memory, beside a device's (number)."""
     LOAN = auto()
     """The gradients that borrowers of a stage's tensors (owner stage) have left for it."""
     STATE_SLOT = auto()
@@ -175,9 +194,10 @@ class Op:
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1
-    """READ_WEIGHTS and MERGE: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
+    """READ_WEIGHTS, MERGE, REFRESH: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
     refresh: tuple[int, ...] = ()
-    """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones."""
+    """UPDATE: stages whose weight buffers still hold (part of) these weights and must get the new ones, here or by the
+    REFRESH that follows."""
 
     ends_input: bool = False
     """FORWARD, LOSS, BACKWARD: nobody needs the stage's input after this, nor a gradient of it: nothing below is
@@ -185,15 +205,15 @@ class Op:
     delayed: bool = False
     """They belong to the step before, and run just before the stage is needed (states, updates, what is kept)."""
     fill: bool = False
-    """UPDATE: the weights of ``stage`` are being loaded, and this piece of them comes from here instead of NVMe."""
+    """UPDATE, REFRESH: the weights of ``stage`` are being loaded; this piece of them comes from here, not from NVMe."""
     loaded: bool = False
     """READ_STATES, UPDATE: the weights before are still in the stage's weight buffer; they are not read, but updated
     there and split into the state slot, or to where they are kept."""
     stashed: bool = False
     """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
     redo: bool = False
-    """READ_STATES, UPDATE, WRITE_STATES: the update of the step before once more, from the version before it, if the
-    gradients turned out to need scaling."""
+    """READ_STATES, UPDATE, REFRESH, WRITE_STATES: the update of the step before once more, from the version before it,
+    if the gradients turned out to need scaling."""
 
     @property
     def lane(self) -> Lane:

@@ -1,6 +1,7 @@
-"""Where each buffer of a run lies: the arena's regions as tensors, by the names that plans use.
+"""Where each buffer of a run lies: the regions of host and device memory as tensors, by the names that plans use.
 
-Made once when a run is set up; nothing here moves bytes. Sizes come from `memory.py`, the cuts from `tiers/layout.py`.
+Made once when a run is set up; what moves bytes here is called by those who know when (`runtime.py`, `updates.py`).
+Sizes come from `memory.py`, the cuts from `tiers/layout.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hoist.optim.split import merge
+from hoist.optim.split import merge, merge_block
 from hoist.scheduler.frozen import FrozenLayout, computed_tensors, stored_tensors, widen
-from hoist.scheduler.memory import GRADIENT_BYTES, STAGING_BYTES, STATE_BYTES, MemoryPlan
+from hoist.scheduler.memory import (
+    GRADIENT_BYTES,
+    NUM_BOUNCE_SLOTS,
+    STAGING_BYTES,
+    STATE_BYTES,
+    MemoryPlan,
+)
 from hoist.tiers.arena import Arena
+from hoist.tiers.device import Device
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import (
     CHUNK_QUANTUM_ELEMENTS,
@@ -126,7 +134,12 @@ class StagePlaces:
         weights: Tensor,
         gradients: Tensor,
         kept_frozen: Tensor | None,
+        host_gradients: Tensor | None,
     ) -> None:
+        """``host_gradients``: where gradients wait for updates, if a separate device has ``weights`` and ``gradients``.
+
+        ``kept_frozen`` is in host memory in any case.
+        """
         self.layout = layout
         self.borrowed = tuple(borrowed)
         self.frozen_layout = frozen
@@ -137,9 +150,11 @@ class StagePlaces:
         #: uint8: frozen tensors as they are stored; behind the weights, or where they are kept from step to step.
         self.frozen = part[frozen.stored_from :] if kept_frozen is None else kept_frozen
         #: uint8: frozen tensors as they are computed with.
-        self._computed = part if frozen.widens else self.frozen
-        #: float32: gradients of own trainable tensors at their layout offsets.
+        self._computed = part if frozen.widens or host_gradients is not None else self.frozen
+        #: float32: gradients of own trainable tensors at their layout offsets, as backward passes make them.
         self.gradients = gradients.view(torch.float32)
+        #: The same where norms and updates take them.
+        self.waiting_gradients = self.gradients if host_gradients is None else host_gradients.view(torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the stage by name, own and borrowed, as views with the tensor's shape."""
@@ -158,13 +173,17 @@ class StagePlaces:
         views.update((name, view) for name, view in stored_tensors(self.frozen_layout, self.frozen) if name in own)
         return views
 
-    def widen(self) -> None:
-        """Bring the frozen tensors, which have been read, to the form that is computed with."""
-        widen(self.frozen_layout, self.frozen, self._computed)
+    def widen(self, through: Tensor | None) -> None:
+        """Bring the frozen tensors, which have been read, to the form that is computed with. ``through``: see there."""
+        widen(self.frozen_layout, self.frozen, self._computed, through=through)
 
     def gradient(self, placed: PlacedTensor) -> Tensor:
-        """The gradient of one own trainable tensor, with its shape."""
+        """The gradient of one own trainable tensor as backward passes make it, with its shape."""
         return _shaped(self.gradients, placed.offset, placed)
+
+    def waiting_gradient(self, placed: PlacedTensor) -> Tensor:
+        """The same where norms and updates take it."""
+        return _shaped(self.waiting_gradients, placed.offset, placed)
 
     def piece_weights(self, piece: Piece) -> Tensor:
         """float32 view of one own piece in the weight buffer, padding included."""
@@ -175,8 +194,21 @@ def _shaped(flat: Tensor, offset: int, placed: PlacedTensor) -> Tensor:
     return flat[offset : offset + placed.spec.num_elements].view(placed.spec.shape)
 
 
+class _Regions:
+    """Takes one region after another out of a tensor of bytes."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The next ``num_bytes``, uint8; each region begins on a multiple of 4096 bytes."""
+        start, self._taken = self._taken, self._taken + round_up(num_bytes, PAGE_BYTES)
+        return self._memory[start : start + num_bytes]
+
+
 class Places:
-    """All regions of a run, carved out of one arena."""
+    """All regions of a run: in one arena, and of a separate device in one region of its memory."""
 
     def __init__(
         self,
@@ -186,22 +218,62 @@ class Places:
         borrowed: Sequence[Sequence[Borrowed]],
         frozen: Sequence[FrozenLayout],
         loans: Mapping[str, PlacedTensor],
+        device: Device,
     ) -> None:
-        """``loans`` are the trainable tensors that some stage borrows, by name."""
+        """``loans`` are the trainable tensors that some stage borrows, by name.
+
+        With a separate ``device`` the arena is pinned for it. Raises BudgetError, with nothing left allocated, if the
+        system or the device refuses the memory.
+        """
+        self._device = device
+        #: A separate device has what is computed with; it must be closed after this.
+        self._separate = memory.demand.separate
         #: Freed by :meth:`close`.
         self.arena = Arena(memory.arena_bytes)
-        weights = self.arena.lease(memory.weight_bytes, "weight buffers").tensor
-        gradients = self.arena.lease(memory.gradient_bytes, "gradient buffers").tensor
-        #: uint8: all gradient buffers together, which creation uses for staging.
-        self.gradient_region = gradients
-        loan_region = self.arena.lease(memory.demand.loan_bytes, "gradients of tied tensors").tensor.view(torch.float32)
-        ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
-        #: uint8: staging and state slots together, which creation uses too.
-        self.ring = ring
+        try:
+            host = _Regions(self.arena.lease(memory.arena_bytes, "buffers").tensor)
+            computing = host
+            if self._separate:
+                device.pin(self.arena.bytes_at(0, round_up(memory.arena_bytes, PAGE_BYTES)))
+                computing = _Regions(device.allocate(memory.region_bytes, "buffers"))
+            self._carve(memory, layouts, borrowed, frozen, loans, host, computing)
+        except BaseException:
+            self._free_arena()
+            raise
+
+    def _carve(
+        self,
+        memory: MemoryPlan,
+        layouts: Sequence[StageLayout],
+        borrowed: Sequence[Sequence[Borrowed]],
+        frozen: Sequence[FrozenLayout],
+        loans: Mapping[str, PlacedTensor],
+        host: _Regions,
+        computing: _Regions,
+    ) -> None:
+        weights = computing.take(memory.weight_bytes)
+        gradients = computing.take(memory.gradients.num_bytes)
+        loan_region = computing.take(memory.demand.loan_bytes).view(torch.float32)
         #: float32 scratch for one block of a weight's gradient.
-        self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(torch.float32)
-        activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
-        kept_region = self.arena.lease(memory.kept_bytes, "states kept from step to step").tensor
+        self.block = computing.take(memory.demand.block_bytes).view(torch.float32)
+        activations = computing.take(memory.activation_bytes)
+        kept_region = host.take(memory.kept_bytes)
+        host_gradients = host.take(memory.host_gradients.num_bytes) if self._separate else None
+        #: uint8: all gradient buffers in host memory together, which creation uses for staging.
+        self.gradient_region = gradients if host_gradients is None else host_gradients
+        if self._separate:
+            staging, states = computing.take(memory.staging_bytes), host.take(memory.states_bytes)
+            ring = states
+        else:
+            ring = host.take(memory.ring_bytes)
+            staging, states = ring[: memory.staging_bytes], ring[memory.staging_bytes :]
+        #: uint8: staging and state slots in host memory together, which creation uses too.
+        self.ring = ring
+        #: uint8: the ring between files and a separate device; empty without one.
+        self.bounce = host.take(NUM_BOUNCE_SLOTS * memory.bounce_slot_bytes)
+        #: uint8, on a separate device: a piece's halves and merging them, for what comes from host memory. Used in the
+        #: order of one stream. Empty without such a device.
+        self._upload = computing.take(memory.upload_bytes)
         #: What is kept of chunks, by stage and chunk.
         self.kept: dict[tuple[int, int], KeptChunk] = {}
         kept_frozen: dict[int, Tensor] = {}
@@ -222,7 +294,8 @@ class Places:
         self.stages: list[StagePlaces] = []
         for index, (layout, lent) in enumerate(zip(layouts, borrowed, strict=True)):
             start, size = memory.weight_offset(index), memory.demand.stages[index].weights
-            first, length = memory.gradient_offset(index), memory.demand.stages[index].gradients
+            length = memory.demand.stages[index].gradients
+            first, waiting = memory.gradients.offset(index), memory.host_gradients.offset(index)
             self.stages.append(
                 StagePlaces(
                     layout,
@@ -231,6 +304,7 @@ class Places:
                     weights[start : start + size],
                     gradients[first : first + length],
                     kept_frozen.get(index),
+                    None if host_gradients is None else host_gradients[waiting : waiting + length],
                 )
             )
         #: Gradients that borrowers leave for the owner, by tensor name, with the tensor's shape.
@@ -242,20 +316,27 @@ class Places:
         staging_bytes = memory.piece_elements * STAGING_BYTES
         state_bytes = memory.piece_elements * memory.state_bytes
         #: Staging slots: weight_hi in the first half, weight_lo in the second.
-        self.staging = [ring[slot * staging_bytes : (slot + 1) * staging_bytes] for slot in range(memory.num_staging)]
-        behind = memory.num_staging * staging_bytes
+        self.staging = [
+            staging[slot * staging_bytes : (slot + 1) * staging_bytes] for slot in range(memory.num_staging)
+        ]
         self.states = [
-            StateSlot(ring[behind + slot * state_bytes : behind + (slot + 1) * state_bytes], memory.piece_elements)
+            StateSlot(states[slot * state_bytes : (slot + 1) * state_bytes], memory.piece_elements)
             for slot in range(memory.num_states)
         ]
         size = memory.demand.activation_bytes
         self.activations = [activations[slot * size : (slot + 1) * size] for slot in range(memory.num_activations)]
 
-    def put_weights(self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor) -> None:
-        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece."""
+    def put_weights(
+        self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor, *, from_host: bool = True
+    ) -> None:
+        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece.
+
+        ``from_host``: the halves are in host memory. If the buffer is a separate device's, this is work for its stream
+        of uploads.
+        """
         places = self.stages[stage]
         if owner == stage:
-            merge(hi, lo, places.piece_weights(piece))
+            self._merge(hi, lo, places.piece_weights(piece), from_host=from_host)
             return
         for borrowed in places.borrowed:
             if borrowed.owner != owner or not piece.overlaps(borrowed.placed):
@@ -264,18 +345,43 @@ class Places:
             last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
             target = borrowed.offset + first - borrowed.placed.offset
             source = slice(first - piece.start, last - piece.start)
-            merge(hi[source], lo[source], places.weights[target : target + last - first])
+            self._merge(hi[source], lo[source], places.weights[target : target + last - first], from_host=from_host)
+
+    def _merge(self, hi: Tensor, lo: Tensor, out: Tensor, *, from_host: bool) -> None:
+        if not self._separate:
+            merge(hi, lo, out)
+            return
+        length = out.numel()
+        scratch = self._upload[: 4 * length].view(torch.int32)
+        if from_host:
+            halves = self._upload[4 * length : 8 * length].view(torch.int16)
+            halves[:length].copy_(hi, non_blocking=True)
+            halves[length:].copy_(lo, non_blocking=True)
+            hi, lo = halves[:length], halves[length:]
+        merge_block(hi, lo, out.view(torch.int32), scratch)
+
+    def widen(self, stage: int) -> None:
+        """Bring the frozen tensors of a stage, which have been read, to the form that is computed with.
+
+        If the buffer is a separate device's, this is work for its stream of uploads.
+        """
+        self.stages[stage].widen(self._upload if self._separate else None)
+
+    def _free_arena(self) -> None:
+        if self._separate:
+            self._device.unpin(self.arena.bytes_at(0, self.arena.statistics().capacity_bytes))
+        self.arena.close()
 
     def close(self) -> None:
-        """Free the arena; the views must not be used any more."""
+        """Free the memory; the views must not be used any more."""
         self.stages.clear()
         self.kept.clear()
         self.loans.clear()
-        self.block = self.gradient_region = self.ring = torch.empty(0)
+        self.block = self.gradient_region = self.ring = self.bounce = self._upload = torch.empty(0)
         self.staging.clear()
         self.states.clear()
         self.activations.clear()
-        self.arena.close()
+        self._free_arena()
 
 
 def loan_bytes(loans: Mapping[str, PlacedTensor]) -> int:

@@ -159,11 +159,14 @@ class PlanBuilder:
         shape = self.stages[stage]
         return self.delayed_from[stage] < shape.num_pieces or (self.buffers.speculative and bool(shape.num_pieces))
 
-    def shares_gradient(self, stage: int) -> bool:
-        """Another stage takes its gradient buffer: gradients that must wait do so in scratch."""
-        buffer = self.buffers.gradients[stage]
-        takers = [own for own, shape in zip(self.buffers.gradients, self.stages, strict=True) if shape.num_pieces]
-        return takers.count(buffer) > 1
+    def shares(self, buffers: Sequence[int], stage: int) -> bool:
+        """Another stage takes its gradient buffer, of those given per stage."""
+        takers = [own for own, shape in zip(buffers, self.stages, strict=True) if shape.num_pieces]
+        return takers.count(buffers[stage]) > 1
+
+    def stashes_gradient(self, stage: int) -> bool:
+        """Gradients that must wait for the next step do so in scratch."""
+        return self.shares(self.buffers.waiting_gradients, stage)
 
     def fit_together(self, stage: int, other: int) -> bool:
         """Both stages' weights can be in their buffers at once."""
@@ -215,10 +218,12 @@ class PlanBuilder:
         if held:
             return
         shape = self.stages[stage]
-        frozen = (Resource(Part.FROZEN, stage),) if shape.widens else ()
+        # What is kept in host memory must be copied to a separate device also where it is computed with as it is.
+        widens = shape.widens or (self.buffers.separate and stage in self.buffers.kept_frozen)
+        frozen = (Resource(Part.FROZEN, stage),) if widens else ()
         if shape.has_frozen and (stage not in self.buffers.kept_frozen or self.is_to_be_read(stage, FROZEN_PIECE)):
             self.emit(Kind.READ_FROZEN, reads=(weights,), writes=frozen, stage=stage)
-        if shape.widens:
+        if widens:
             self.emit(Kind.WIDEN, reads=(*frozen, weights), stage=stage)
         own = [(stage, piece) for piece in range(shape.num_pieces) if piece not in filled]
         for owner, piece in (*own, *shape.borrowed):
@@ -279,6 +284,15 @@ class PlanBuilder:
                 self.update(index, stage)
             else:
                 self.spill_gradient(index, stage)
+
+    def weights_of(self, stage: int) -> Resource:
+        """The stage's weight buffer."""
+        return Resource(Part.WEIGHTS, self.buffers.weights[stage])
+
+    def waiting_gradient(self, stage: int) -> Resource:
+        """Where the stage's gradients are for norms and updates."""
+        part = Part.HOST_GRADIENT if self.buffers.separate else Part.GRADIENT
+        return Resource(part, self.buffers.waiting_gradients[stage])
 
     def gradient(self, stage: int) -> tuple[Resource, ...]:
         """The stage's gradient buffer; nothing if none of its own tensors is trained."""
@@ -370,7 +384,7 @@ class PlanBuilder:
     def spill_gradient(self, index: int, stage: int) -> None:
         """Between two visits the gradient stays, unless another stage has the same buffer."""
         buffer = self.buffers.gradients[stage]
-        if self.shares_gradient(stage):
+        if self.shares(self.buffers.gradients, stage):
             self.scratch_gradients.add(stage)
             self.emit(
                 Kind.SPILL_GRADIENT,
@@ -381,19 +395,22 @@ class PlanBuilder:
 
     def update(self, index: int, stage: int) -> None:
         """The optimizer's ops of a stage whose gradients are complete: at once, or kept for the next step."""
-        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        gradient = self.waiting_gradient(stage)
         waiting_from = 0 if self.buffers.speculative else self.delayed_from[stage]
         keepers = self.keepers(index, stage)
         loans = (Resource(Part.LOAN, stage),) if stage in self.lenders else ()
+        if self.buffers.separate:
+            self.emit(Kind.DOWNLOAD, writes=(*self.gradient(stage), gradient, *loans), stage=stage)
+            loans = ()
         self.emit(Kind.NORM, writes=(gradient, Resource(Part.NORM, 0), *loans), stage=stage)
-        if self.shares_gradient(stage):
+        if self.stashes_gradient(stage):
             for piece in range(waiting_from, self.stages[stage].num_pieces):
                 self.stashed.append((stage, piece))
                 stash = Resource(Part.STASHED_GRADIENT, stage, piece)
                 self.emit(Kind.STASH_GRADIENT, reads=(gradient,), writes=(stash,), stage=stage, piece=piece)
         # The backward has just been, so its weights are still there, even where the buffer is given up now: whoever
         # takes it waits for these updates.
-        loaded = not self.buffers.rereads_weights
+        loaded = self.buffers.updates_in_buffers
         self.update_pieces(stage, range(self.delayed_from[stage]), keepers, loaded=loaded)
 
     def update_delayed(self, stage: int, *, fill: bool) -> None:
@@ -405,11 +422,12 @@ class PlanBuilder:
             for user in self.users(stage)
             if not (fill and user == stage) and self.held.get(self.buffers.weights[user]) == user
         )
-        stashed = self.shares_gradient(stage)
+        stashed = self.stashes_gradient(stage)
         if self.buffers.speculative:
             self.update_pieces(stage, range(pieces.start), keepers, delayed=True, stashed=stashed, redo=True)
         # What is made again starts from the version before, which is on NVMe alone; these from what the buffer holds.
-        loaded = not (fill or self.buffers.rereads_weights) and self.held.get(self.buffers.weights[stage]) == stage
+        held = self.held.get(self.buffers.weights[stage]) == stage
+        loaded = self.buffers.updates_in_buffers and held and not fill
         self.update_pieces(stage, pieces, keepers, delayed=True, fill=fill, loaded=loaded, stashed=stashed)
 
     def update_pieces(
@@ -429,8 +447,9 @@ class PlanBuilder:
         ``loaded``: its weight buffer holds the weights before, and the update is made there. That counts as a read of
         the buffer unless the stage keeps it: nobody else looks into it before it is acquired again.
         """
-        gradient = Resource(Part.GRADIENT, self.buffers.gradients[stage])
+        gradient = self.waiting_gradient(stage)
         buffer = (Resource(Part.WEIGHTS, self.buffers.weights[stage]),)
+        separate = self.buffers.separate
         chunks = self.stages[stage].chunks
         for piece in pieces:
             chunk = chunks[piece]
@@ -447,11 +466,13 @@ class PlanBuilder:
                 states = (Resource(Part.STATE_SLOT, slot),)
             # A delayed update may need the norm of the whole step before: all of its gradients were measured then.
             norm = (Resource(Part.NORM, 0),) if delayed else ()
-            needs = (*(() if stashed else (gradient,)), *norm, *(buffer if fill or loaded else ()))
+            filled_here = fill and not separate
+            needs = (*(() if stashed else (gradient,)), *norm, *(buffer if filled_here or loaded else ()))
             refresh = tuple(
                 keeper for keeper in keepers if keeper == stage or (stage, piece) in self.stages[keeper].borrowed
             )
-            refreshed = tuple(Resource(Part.WEIGHTS, self.buffers.weights[keeper]) for keeper in refresh)
+            refreshed = () if separate else tuple(self.weights_of(keeper) for keeper in refresh)
+            keeping = (Resource(Part.KEPT, stage, piece),) if kept else ()
             common: _Numbers = {"stage": stage, "piece": piece, "slot": slot}
             if states:
                 self.emit(
@@ -469,14 +490,28 @@ class PlanBuilder:
                 Kind.UPDATE,
                 common,
                 reads=needs,
-                writes=(*states, *((Resource(Part.KEPT, stage, piece),) if kept else ()), *refreshed),
+                writes=(*states, *keeping, *refreshed),
                 refresh=refresh,
                 delayed=delayed,
-                fill=fill,
+                fill=filled_here,
                 loaded=loaded,
                 stashed=stashed,
                 redo=redo,
             )
+            if separate:
+                common_refresh: _Numbers = {"owner": stage, "piece": piece, "slot": -1 if kept else slot}
+                sources = keeping or states
+                if fill:
+                    # Like a MERGE, it fills a part of the buffer, which nobody uses before all parts are there.
+                    self.emit(
+                        Kind.REFRESH, common_refresh, reads=(*sources, *buffer), stage=stage, delayed=delayed,
+                        fill=True, redo=redo,
+                    )
+                for keeper in refresh:
+                    self.emit(
+                        Kind.REFRESH, common_refresh, reads=sources, writes=(self.weights_of(keeper),), stage=keeper,
+                        delayed=delayed, redo=redo,
+                    )
             if is_stored:
                 self.emit(
                     Kind.WRITE_STATES,

@@ -67,6 +67,16 @@ class Buffers:
     num_activations: int
     """Activation slots; at least ``MIN_ACTIVATION_SLOTS``, or as many as there are boundary activations."""
 
+    @property
+    def waiting_gradients(self) -> tuple[int, ...]:
+        """Per stage, the buffer in host memory where its gradients wait for updates."""
+        return self.host_gradients if self.separate else self.gradients
+
+    @property
+    def updates_in_buffers(self) -> bool:
+        """A weight buffer has all that an update needs of the weights before: float32, in host memory."""
+        return not (self.rereads_weights or self.straight_weights or self.separate)
+
     def __post_init__(self) -> None:
         if any(left == right for left, right in zip(self.weights, self.weights[1:], strict=False)):
             raise ValueError("neighbouring stages must have different weight buffers")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.executor import Done, Mark
 from hoist.scheduler.head_loss import HeadLoss
-from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.ops import DEVICE_KINDS, Kind, Op
 from hoist.scheduler.places import Places
 from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.read_check import ReadCheck
@@ -29,6 +31,8 @@ from hoist.scheduler.stages import EmbedStage, HeadStage, LayerStage, Stage, Sta
 from hoist.scheduler.step_state import StepState
 from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
+from hoist.tiers.device import Device
+from hoist.tiers.device import Mark as DeviceMark
 from hoist.tiers.errors import TransferError
 from hoist.tiers.format import WEIGHT_ARRAYS
 from hoist.tiers.io.base import IoEngine
@@ -64,8 +68,23 @@ def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an op does where computation happens: on a separate device, work for one of its streams."""
+
+    compute: Callable[[], None]
+    """Touches tensors, and what is known of the step's gradients; nothing else."""
+    noted: Callable[[], None] = lambda: None
+    """Keeps the residency table: what is so once ``compute`` has been done, or is sure to be done before whatever is
+    put into a stream after it."""
+
+
+#: The stream of a separate device that each kind of op is put into, where that is not the one of computation.
+_STREAMS = {Kind.MERGE: "up", Kind.WIDEN: "up", Kind.REFRESH: "up", Kind.DOWNLOAD: "down"}
+
+
 class Runtime:
-    """Carries out ops for one model, one store and one set of buffers."""
+    """Carries out ops for one model, one store, one device and one set of buffers."""
 
     def __init__(
         self,
@@ -74,6 +93,7 @@ class Runtime:
         store: Store,
         engine: IoEngine,
         places: Places,
+        device: Device,
         scratch: Scratch,
         manager: Manager,
         buffers: Buffers,
@@ -93,6 +113,7 @@ class Runtime:
         self._store = store
         self._engine = engine
         self._places = places
+        self._device = device
         self._manager = manager
         self._buffers = buffers
         self._seed = seed
@@ -127,9 +148,8 @@ class Runtime:
         self._bound = [places.tensors() for places in places.stages]
         #: Where spilled activations and gradients go.
         self._scratch = scratch
-        self._run: dict[Kind, Callable[[Op, StepState], None]] = {
-            Kind.ACQUIRE: self._acquire,
-            Kind.OPEN_CHUNK: lambda op, state: None,
+        #: What each kind of op does where computation happens.
+        self._works: dict[Kind, Callable[[Op, StepState], Work]] = {
             Kind.MERGE: self._merge,
             Kind.WIDEN: self._widen,
             Kind.BIND: self._bind,
@@ -138,6 +158,12 @@ class Runtime:
             Kind.LOSS: self._loss,
             Kind.EVALUATE: self._evaluate,
             Kind.BACKWARD: self._backward_op,
+            Kind.DOWNLOAD: self._download,
+            Kind.REFRESH: self._refresh,
+        }
+        self._run: dict[Kind, Callable[[Op, StepState], None]] = {
+            Kind.ACQUIRE: self._acquire,
+            Kind.OPEN_CHUNK: lambda op, state: None,
             Kind.NORM: self._updates.norm,
             Kind.UPDATE: self._updates.update,
             Kind.WRITE_KEPT: self._updates.write_kept,
@@ -169,7 +195,18 @@ class Runtime:
         """Take the inputs of a forward alone in; :meth:`end` forgets them. No step may be under way."""
         state.contexts = [None] * len(state.batches)
         state.losses = [torch.zeros(())] * len(state.batches)
+        state.inputs = state.batches
+        if self._device.is_separate:
+            # Nothing of a step before computes any more: its loss has been read. So this waits for nothing else.
+            self._device.stream("compute").put(partial(self._bring_inputs, state))
         self._steps[state.step] = state
+
+    def _bring_inputs(self, state: StepState) -> None:
+        where = self._device.torch_device
+        state.inputs = [
+            {name: tensor.to(where, non_blocking=True, copy=True) for name, tensor in batch.items()}
+            for batch in state.batches
+        ]
 
     def end(self, step: int) -> None:
         """Forget a step whose ops have all ended."""
@@ -187,9 +224,20 @@ class Runtime:
         self._model.give_back()
 
     def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
-        """Carry out a copy, compute, optim or commit op. It has ended then, and there is nothing to come after."""
+        """Carry out a copy, compute, optim or commit op, or put it into a separate device's stream behind ``after``."""
+        state = self._steps[step - op.delayed]
+        if op.kind in DEVICE_KINDS:
+            work = self._works[op.kind](op, state)
+            mark: Mark | None = None
+            if self._device.is_separate:
+                stream = self._device.stream(_STREAMS.get(op.kind, "compute"))
+                mark = stream.put(work.compute, after=cast("Sequence[DeviceMark]", after))  # all are this device's
+            else:
+                work.compute()
+            work.noted()
+            return mark
         try:
-            self._run[op.kind](op, self._steps[step - op.delayed])
+            self._run[op.kind](op, state)
         except TransferError as error:
             if op.kind is Kind.WRITE_KEPT:
                 raise self._failure(op, step, error) from error
@@ -235,8 +283,8 @@ class Runtime:
         frozen = places.frozen_layout
         streamed_bytes = frozen.num_bytes
         if op.stage in self._buffers.kept_frozen:
-            # What is computed with is in the buffer all the same.
-            streamed_bytes = frozen.num_bytes if frozen.widens else 0
+            # What is computed with is in the buffer all the same, if it is widened or on a separate device.
+            streamed_bytes = frozen.num_bytes if frozen.widens or self._device.is_separate else 0
             if self._manager.state(Item(ItemKind.KEPT_FROZEN, op.stage)) is State.CLEAN:
                 self._manager.save(ItemKind.KEPT_FROZEN, read_bytes=places.frozen.nbytes)
         self._manager.fill(
@@ -256,7 +304,7 @@ class Runtime:
             target = staging[half * num_bytes : (half + 1) * num_bytes]
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
 
-    def _merge(self, op: Op, state: StepState) -> None:
+    def _merge(self, op: Op, state: StepState) -> Work:
         piece = self.pieces[op.owner][op.piece]
         if op.slot < 0:
             kept = self._places.kept[op.owner, piece.chunk]
@@ -266,8 +314,21 @@ class Runtime:
             staging = self._places.staging[op.slot].view(torch.int16)
             hi = staging[: piece.num_elements]
             lo = staging[piece.num_elements : 2 * piece.num_elements]
-        self._places.put_weights(op.stage, op.owner, piece, hi, lo)
-        self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
+        return Work(
+            partial(self._places.put_weights, op.stage, op.owner, piece, hi, lo, from_host=op.slot < 0),
+            partial(self._manager.filled, Item(ItemKind.WEIGHTS, op.stage)),
+        )
+
+    def _refresh(self, op: Op, state: StepState) -> Work:
+        halves = self._updates.refreshed(op, state)
+        item = Item(ItemKind.WEIGHTS, op.stage)
+        if halves is None:
+            return Work(lambda: None)  # nothing of the chunk has changed
+        piece = self.pieces[op.owner][op.piece]
+        return Work(
+            partial(self._places.put_weights, op.stage, op.owner, piece, *halves),
+            partial(self._manager.filled if op.fill else self._manager.refresh, item),
+        )
 
     def _read_frozen(self, op: Op, state: StepState, done: Done) -> None:
         places = self._places.stages[op.stage]
@@ -291,29 +352,28 @@ class Runtime:
             target = places.frozen[part.position : part.position + part.num_bytes]
             join.start(partial(self._engine.read, place.path, place.offset_bytes + part.start, target))
 
-    def _widen(self, op: Op, state: StepState) -> None:
-        self._places.stages[op.stage].widen()
-        self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))
+    def _widen(self, op: Op, state: StepState) -> Work:
+        item = Item(ItemKind.WEIGHTS, op.stage)
+        return Work(partial(self._places.widen, op.stage), partial(self._manager.filled, item))
 
-    def _bind(self, op: Op, state: StepState) -> None:
+    def _bind(self, op: Op, state: StepState) -> Work:
         self._manager.bind(Item(ItemKind.WEIGHTS, op.stage))
         kind = type(self._stages[op.stage])
-        if kind is not self._bound_kind:
+        if kind is not self._bound_kind and not self._device.is_separate:
             # What layers leave free in the heap does not fit the head's tensors, nor the other way round: without this
             # both would stay. Between two layers it would only cost time, since the next one fits where this one was.
             self._bound_kind = kind
             heap.trim()
-        self._stages[op.stage].bind(self._bound[op.stage])
+        return Work(partial(self._stages[op.stage].bind, self._bound[op.stage]))
 
-    def _unbind(self, op: Op, state: StepState) -> None:
-        self._stages[op.stage].unbind()
-        self._manager.unbind(Item(ItemKind.WEIGHTS, op.stage))
+    def _unbind(self, op: Op, state: StepState) -> Work:
+        return Work(self._stages[op.stage].unbind, partial(self._manager.unbind, Item(ItemKind.WEIGHTS, op.stage)))
 
     # ------------------------------------------------------------------ computation
 
     def _seed_for(self, op: Op, state: StepState) -> None:
         """Dropout masks depend on (seed, step, stage, micro-batch) alone: the same in recomputation, in any order."""
-        torch.default_generator.manual_seed(mask_seed(self._seed, state.step, op.stage, op.micro_batch))
+        self._device.seed(mask_seed(self._seed, state.step, op.stage, op.micro_batch))
 
     def _boundary_tensors(self, op: Op, offset: int, state: StepState) -> list[Tensor]:
         """What lies in the op's slot between its stage and the next (0), or the one before (-1)."""
@@ -326,98 +386,145 @@ class Runtime:
             raise RuntimeError(f"{op}: no context; the first stage has not run")
         return context
 
-    def _forward(self, op: Op, state: StepState) -> None:
+    def _forward(self, op: Op, state: StepState) -> Work:
         stage = self._stages[op.stage]
-        self._seed_for(op, state)
-        with torch.no_grad():
-            if isinstance(stage, EmbedStage):
-                carried, context = stage.forward(state.batches[op.micro_batch])
-                for other in state.contexts:
-                    if other is not None:
-                        context = context.share_with(other)
-                state.contexts[op.micro_batch] = context
-            elif isinstance(stage, LayerStage):
-                self._manager.need(_boundary(op, -1), op.slot)
-                sources = as_leaves(self._boundary_tensors(op, -1, state), wanted=False)
-                carried = stage.forward(as_carried(sources), self._context(op, state))
-            else:
-                raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
+        if isinstance(stage, LayerStage):
+            self._manager.need(_boundary(op, -1), op.slot)
+
+        def compute() -> None:
+            self._seed_for(op, state)
+            with torch.no_grad():
+                if isinstance(stage, EmbedStage):
+                    carried, context = stage.forward(state.inputs[op.micro_batch])
+                    if not self._device.is_separate:  # comparing there would wait for what is computed
+                        for other in state.contexts:
+                            if other is not None:
+                                context = context.share_with(other)
+                    state.contexts[op.micro_batch] = context
+                elif isinstance(stage, LayerStage):
+                    sources = as_leaves(self._boundary_tensors(op, -1, state), wanted=False)
+                    carried = stage.forward(as_carried(sources), self._context(op, state))
+                else:
+                    raise RuntimeError(f"{op}: a {type(stage).__name__} has no forward of its own")
+                values = as_tuple(carried)
+                state.boundaries[op.stage, op.micro_batch] = pack(values)
+                for target, value in zip(self._boundary_tensors(op, 0, state), values, strict=True):
+                    target.copy_(value)
+
+        def noted() -> None:
             self._manager.create(_boundary(op, 0), op.output_slot, self._places.activations[op.output_slot].nbytes)
-            values = as_tuple(carried)
-            state.boundaries[op.stage, op.micro_batch] = pack(values)
-            for target, value in zip(self._boundary_tensors(op, 0, state), values, strict=True):
-                target.copy_(value)
-        if op.ends_input:
-            self._manager.discard(_boundary(op, -1))
+            if op.ends_input:
+                self._manager.discard(_boundary(op, -1))
 
-    def _evaluate(self, op: Op, state: StepState) -> None:
+        return Work(compute, noted)
+
+    def _head(self, op: Op) -> HeadLoss:
         stage = self._stages[op.stage]
         if not isinstance(stage, HeadStage):
             raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        return HeadLoss(stage, slice_tokens=self._loss_slice_tokens)
+
+    def _evaluate(self, op: Op, state: StepState) -> Work:
+        head = self._head(op)
         self._manager.need(_boundary(op, -1), op.slot)
-        self._seed_for(op, state)
-        state.losses[op.micro_batch] = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).evaluate(
-            self._boundary_tensors(op, -1, state),
-            state.batches[op.micro_batch],
-            self._context(op, state),
-            state.num_items,
-        )
-        state.contexts[op.micro_batch] = None
-        self._manager.discard(_boundary(op, -1))
 
-    def _loss(self, op: Op, state: StepState) -> None:
-        stage = self._stages[op.stage]
-        if not isinstance(stage, HeadStage):
-            raise RuntimeError(f"{op}: the last stage must be a head, not a {type(stage).__name__}")
+        def compute() -> None:
+            self._seed_for(op, state)
+            state.losses[op.micro_batch] = head.evaluate(
+                self._boundary_tensors(op, -1, state),
+                state.inputs[op.micro_batch],
+                self._context(op, state),
+                state.num_items,
+                on_host=state.batches[op.micro_batch],
+            )
+            state.contexts[op.micro_batch] = None
+
+        return Work(compute, partial(self._manager.discard, _boundary(op, -1)))
+
+    def _loss(self, op: Op, state: StepState) -> Work:
+        head = self._head(op)
         self._manager.need(_boundary(op, -1), op.slot)
         self._own_gradient(op)
-        self._seed_for(op, state)
-        state.losses[op.micro_batch], missing = HeadLoss(stage, slice_tokens=self._loss_slice_tokens).train(
-            self._boundary_tensors(op, -1, state),
-            state.batches[op.micro_batch],
-            self._context(op, state),
-            state.num_items,
-            mode=self._direct[op.stage],
-            backward=lambda loss: self._run_backward(op, state, [loss], None),
-            hands_down=not op.ends_input,
-        )
-        self._hand_down(op, state, missing)
 
-    def _backward_op(self, op: Op, state: StepState) -> None:
+        def compute() -> None:
+            self._seed_for(op, state)
+            state.losses[op.micro_batch], missing = head.train(
+                self._boundary_tensors(op, -1, state),
+                state.inputs[op.micro_batch],
+                self._context(op, state),
+                state.num_items,
+                on_host=state.batches[op.micro_batch],
+                mode=self._direct[op.stage],
+                backward=lambda loss: self._run_backward(op, state, [loss], None),
+                hands_down=not op.ends_input,
+            )
+            self._hand_down(op, state, missing)
+
+        return Work(compute, partial(self._note_input, op))
+
+    def _backward_op(self, op: Op, state: StepState) -> Work:
         stage = self._stages[op.stage]
         self._manager.need(_boundary(op, 0), op.output_slot)
-        self._own_gradient(op)
-        missing = state.without_gradient.pop((op.stage, op.micro_batch), frozenset())
-        gradients = [
-            None if position in missing or not has_gradient(tensor.dtype) else tensor
-            for position, tensor in enumerate(self._boundary_tensors(op, 0, state))
-        ]
-        self._seed_for(op, state)
-        if isinstance(stage, EmbedStage):
-            with self._direct[op.stage]:
-                carried, _ = stage.forward(state.batches[op.micro_batch])
-            self._run_backward(op, state, as_tuple(carried), gradients)
-            state.contexts[op.micro_batch] = None
-        elif isinstance(stage, LayerStage):
+        if isinstance(stage, LayerStage):
             self._manager.need(_boundary(op, -1), op.slot)
-            slots = self._boundary_tensors(op, -1, state)
-            sources = as_leaves(slots, wanted=not op.ends_input)
-            with self._direct[op.stage]:
-                carried = stage.forward(as_carried(sources), self._context(op, state))
-            self._run_backward(op, state, as_tuple(carried), gradients)
-            self._hand_down(op, state, frozenset() if op.ends_input else keep_gradients(slots, sources))
-        else:
-            raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
-        self._manager.discard(_boundary(op, 0))
+        self._own_gradient(op)
+
+        def compute() -> None:
+            missing = state.without_gradient.pop((op.stage, op.micro_batch), frozenset())
+            gradients = [
+                None if position in missing or not has_gradient(tensor.dtype) else tensor
+                for position, tensor in enumerate(self._boundary_tensors(op, 0, state))
+            ]
+            self._seed_for(op, state)
+            if isinstance(stage, EmbedStage):
+                with self._direct[op.stage]:
+                    carried, _ = stage.forward(state.inputs[op.micro_batch])
+                self._run_backward(op, state, as_tuple(carried), gradients)
+                state.contexts[op.micro_batch] = None
+            elif isinstance(stage, LayerStage):
+                slots = self._boundary_tensors(op, -1, state)
+                sources = as_leaves(slots, wanted=not op.ends_input)
+                with self._direct[op.stage]:
+                    carried = stage.forward(as_carried(sources), self._context(op, state))
+                self._run_backward(op, state, as_tuple(carried), gradients)
+                self._hand_down(op, state, frozenset() if op.ends_input else keep_gradients(slots, sources))
+            else:
+                raise RuntimeError(f"{op}: a {type(stage).__name__} has no backward of its own")
+
+        def noted() -> None:
+            if isinstance(stage, LayerStage):
+                self._note_input(op)
+            self._manager.discard(_boundary(op, 0))
+
+        return Work(compute, noted)
 
     def _hand_down(self, op: Op, state: StepState, missing: frozenset[int]) -> None:
         """What was a stage's input is its gradient now, but for the tensors ``missing``; or nothing anybody needs."""
         if op.ends_input:
-            self._manager.discard(_boundary(op, -1))
             state.contexts[op.micro_batch] = None
         else:
             state.without_gradient[op.stage - 1, op.micro_batch] = missing
+
+    def _note_input(self, op: Op) -> None:
+        """The same for the residency table."""
+        if op.ends_input:
+            self._manager.discard(_boundary(op, -1))
+        else:
             self._manager.modify(_boundary(op, -1))
+
+    def _download(self, op: Op, state: StepState) -> Work:
+        places = self._places.stages[op.stage]
+
+        def compute() -> None:
+            self._updates.take_loans(op.stage, state)
+            places.waiting_gradients.copy_(places.gradients, non_blocking=True)
+
+        def noted() -> None:
+            self._manager.discard(Item(ItemKind.GRADIENT, op.stage))
+            item = Item(ItemKind.WAITING_GRADIENT, op.stage)
+            self._manager.create(item, self._buffers.host_gradients[op.stage], places.waiting_gradients.nbytes)
+
+        return Work(compute, noted)
 
     def _own_gradient(self, op: Op) -> None:
         """The stage's gradient buffer must hold its own sums, or nothing that is still needed."""

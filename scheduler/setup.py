@@ -16,6 +16,7 @@ import torch
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
@@ -31,6 +32,7 @@ from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
+from hoist.tiers.device import Device, HereDevice
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
@@ -70,6 +72,8 @@ class Setup:
     """Slots that each chunk of a new store gets."""
     speculative: bool
     """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
+    host_memory_bytes: int
+    """The budget of host memory that was divided."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -87,11 +91,24 @@ class Setup:
         """What plans may use."""
         return self.memory.buffers(self.delayed_from, speculative=self.speculative)
 
-    def places(self) -> Places:
-        """Allocate the arena and carve it up."""
+    def places(self, device: Device | None = None) -> Places:
+        """Allocate the buffers. ``device``: the one that the run was set up for; None: the CPU."""
         return Places(
-            memory=self.memory, layouts=self.layouts, borrowed=self.borrowed, frozen=self.frozen, loans=self.loans
+            memory=self.memory,
+            layouts=self.layouts,
+            borrowed=self.borrowed,
+            frozen=self.frozen,
+            loans=self.loans,
+            device=HereDevice() if device is None else device,
         )
+
+    def for_creation(self) -> Setup:
+        """The same for filling a store: its buffers hold weights as float32, in host memory."""
+        if not self.memory.demand.separate:
+            return self
+        demand = memory.filling_demand(self.memory.demand)
+        made = memory.divide(demand, budget_bytes=self.host_memory_bytes, resident_weights=False)
+        return replace(self, memory=made)
 
     def shapes(self) -> tuple[StageShape, ...]:
         """What plans need to know of the stages."""
@@ -153,12 +170,21 @@ def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_EL
     )
 
 
-def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
-    """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small.
+def prepare(
+    model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig, *, device: Device | None = None
+) -> Setup:
+    """Size everything for a budget, or two with a separate ``device`` (None: the CPU).
 
+    Raises BudgetError, with nothing allocated, if one is too small, and ConfigError if a budget lacks or is too many.
     Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model.
     """
     model.check_free()
+    device = HereDevice() if device is None else device
+    if device.is_separate != (config.device_memory_bytes is not None):
+        raise ConfigError(
+            f"device_memory_bytes: {config.device_memory_bytes}, but {device.describe()} "
+            + ("has memory of its own: give its budget" if device.is_separate else "computes in host memory: give None")
+        )
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
     fixed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.frozen}
@@ -202,6 +228,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
+        separate=device.is_separate,
     )
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
     num_pinned = 0
@@ -225,13 +252,16 @@ def _divide(
     division = memory.divide(
         demand,
         budget_bytes=config.host_memory_bytes,
+        device_budget_bytes=config.device_memory_bytes or 0,
         resident_weights=config.resident_weights,
         max_kept_bytes=max_kept_bytes,
     )
     _log.info(
         "memory for a budget of %d bytes: %s",
         config.host_memory_bytes,
-        ", ".join(f"{name} {num_bytes}" for name, num_bytes in division.parts() if num_bytes),
+        ", ".join(
+            f"{name} {num_bytes}" for name, num_bytes in (*division.parts(), *division.device_parts()) if num_bytes
+        ),
     )
     shapes = _shapes(layouts, borrowed, frozen, division.piece_elements)
     delayed_from = tuple(
@@ -254,6 +284,7 @@ def _divide(
         delayed_from=delayed_from,
         num_slots=config.num_slots,
         speculative=config.speculates,
+        host_memory_bytes=config.host_memory_bytes,
     )
 
 

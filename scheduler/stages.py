@@ -20,7 +20,15 @@ from hoist.scheduler.batches import Batch, Batches, TokenBatches
 from hoist.scheduler.context import Context, Value, same_structure
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.head_probe import ones_like, width_of_token_wise
-from hoist.scheduler.models import Location, absent, initialize_tensors, make_absent, shared_locations, stage_seed
+from hoist.scheduler.models import (
+    Location,
+    absent,
+    initialize_tensors,
+    make_absent,
+    move_buffers,
+    shared_locations,
+    stage_seed,
+)
 from hoist.scheduler.probe import find_stack
 from hoist.scheduler.stack import Stack, Stop, intercepted, model_inputs
 from hoist.scheduler.tape import replay
@@ -64,6 +72,13 @@ class _Weight:
         # .data and not .detach(): buffers carved from one mapping share a version counter, and a write to any of them
         # would pass for a change of this tensor.
         return nn.Parameter(value.data, requires_grad=trainable) if self.is_parameter else value.data
+
+    def move_to(self, device: torch.device) -> None:
+        """Have the absent tensor on a device, and in the places; it must not be bound."""
+        # One element stands for all; copying the whole would give it memory.
+        element = absent(torch.empty(()), self.dtype)
+        self.absent = self.wrap(element.to(device).expand(self.absent.shape), trainable=False)
+        self.put(self.absent)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Have every place hold ``tensor``."""
@@ -385,6 +400,16 @@ class StagedModel:
     def give_back(self) -> None:
         """The trainer is closed."""
         self._in_use = False
+
+    def move_to(self, device: torch.device) -> None:
+        """Have what no stage binds on ``device``, where stages then compute: absent weights, buffers of no store.
+
+        No stage may be bound.
+        """
+        for stage in self.stages:
+            for weight in stage._owned.values():
+                weight.move_to(device)
+        move_buffers(self.model, device)
 
     def check_free(self) -> None:
         """Raise ConfigError if a trainer that is open uses the stages: sizing them would remove its gradient hooks."""

@@ -24,6 +24,8 @@ class StepState:
     """Number of the step, from 1."""
     batches: Sequence[Batch]
     """One per micro-batch; empty once all have passed back, though the step's updates may still be under way."""
+    inputs: Sequence[Batch] = ()
+    """The batches where computation happens."""
     num_items: int
     """Counted tokens of the whole step."""
     lr: float

@@ -33,6 +33,7 @@ from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, Trai
 from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.models import evaluating, private_rng
 from hoist.scheduler.op_bytes import OpBytes
+from hoist.scheduler.ops import DEVICE_KINDS
 from hoist.scheduler.plan import evaluation
 from hoist.scheduler.publish import Publisher
 from hoist.scheduler.runtime import Runtime
@@ -46,10 +47,12 @@ from hoist.scheduler.trace import Trace
 from hoist.scheduler.traced import Traced
 from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers import heap
+from hoist.tiers.device import Device, HereDevice
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
+from hoist.tiers.io.bounce import for_device
 from hoist.tiers.manager import ItemKind, Manager, Residency, Tier
 from hoist.tiers.store import Store
 
@@ -92,6 +95,8 @@ class _Position:
     run: Mapping[str, Any]
 
 
+#: What a separate device has.
+_DEVICE_KINDS = (ItemKind.WEIGHTS, ItemKind.GRADIENT, ItemKind.ACTIVATION)
 #: What people look for in a trainer, and where it is.
 _ELSEWHERE: Mapping[str, str] = {
     "backward": "step() runs the forward, the backward and the update of its micro-batches",
@@ -124,8 +129,11 @@ class Trainer:
         prediction: Mapping[str, Any] | None = None,
         wear: Callable[[], Mapping[str, Any] | None] | None = None,
         trace: Trace | None = None,
+        device: Device | None = None,
     ) -> None:
-        """``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
+        """``device`` is what computes, by default the CPU; it stays open. ``setup`` must have been made for it.
+
+        ``baseline_bytes``: memory of the warmed-up process, from :func:`hoist.tiers.footprint.warm_up`; now if None.
         ``trace`` notes what every op does; it stays open.
 
         ``prediction`` is what was predicted of a step, and ``wear`` says what the drive has suffered so far: the status
@@ -143,9 +151,10 @@ class Trainer:
         self._model = model
         self._store = store
         self._engine = store.counted(engine)
-        self._setup = setup or prepare(model, store.layouts, config)
+        self._device = HereDevice() if device is None else device
+        self._setup = setup or prepare(model, store.layouts, config, device=self._device)
         self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
-        self._places = self._setup.places()
+        self._places = self._setup.places(self._device)
         self._shapes = self._setup.shapes()
         self._op_bytes = OpBytes(self._setup)
         try:
@@ -153,12 +162,23 @@ class Trainer:
         except BaseException:
             self._places.close()
             raise
-        self._manager = Manager(stored_bytes=_stored_bytes(store), validate=config.validate)
+        tiers = dict.fromkeys(ItemKind, Tier.HOST)
+        if self._device.is_separate:
+            tiers |= dict.fromkeys(_DEVICE_KINDS, Tier.DEVICE)
+        #: Takes buffers of the device too. Closed with the trainer where it is a wrapper around what was given.
+        self._moving = for_device(
+            self._engine,
+            self._device,
+            ring=self._places.bounce,
+            part_bytes=self._setup.memory.bounce_slot_bytes,
+        )
+        self._manager = Manager(tiers=tiers, stored_bytes=_stored_bytes(store), validate=config.validate)
         self._runtime = self.runtime_kind(
             model=model,
             store=store,
-            engine=self._engine,
+            engine=self._moving,
             places=self._places,
+            device=self._device,
             scratch=scratch,
             manager=self._manager,
             buffers=self._setup.buffers(),
@@ -180,7 +200,9 @@ class Trainer:
                 trace, annotated, names=names, io_bytes=self._op_bytes.num_bytes, held=self._manager.held_bytes
             )
         self._executor = Executor(
-            self._traced or annotated, ended=None if self._traced is None else self._traced.ended
+            self._traced or annotated,
+            device_kinds=DEVICE_KINDS if self._device.is_separate else frozenset(),
+            ended=None if self._traced is None else self._traced.ended,
         )
         self._plans = StepPlans(self._setup, config)
         #: Updates of the last step are delayed into the next one.
@@ -212,7 +234,7 @@ class Trainer:
         whereabouts = Whereabouts(
             store.layouts,
             self._runtime.pieces,
-            dict.fromkeys(ItemKind, Tier.HOST),
+            tiers,
         )
         self._collector = Collector(
             store=store,
@@ -418,7 +440,13 @@ class Trainer:
         try:
             if self._closed:
                 raise ConfigError("this trainer is closed; open the store with a new one")
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            kind = self._device.torch_device.type
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch.autocast(kind, enabled=False),
+            ):
                 yield
         except ConfigError:
             raise  # nothing was done
@@ -530,6 +558,8 @@ class Trainer:
         self._closed = True
         self._executor.close()
         self._sampler.close()
+        if self._moving is not self._engine:
+            self._moving.close()
         self._runtime.release()
         self._places.close()
         self._collector.closed = True
@@ -614,7 +644,7 @@ class Trainer:
             busy_seconds={lane.value: times[lane].busy_seconds for lane in times},
             stall_seconds={lane.value: times[lane].stall_seconds for lane in times},
             host_peak_bytes=self._sampler.peak_bytes,
-            device_peak_bytes=0,
+            device_peak_bytes=self._device.peak_bytes(),
         )
         self._read_bytes, self._written_bytes, self._saved_bytes = read, written, saved
         return metrics

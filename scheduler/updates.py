@@ -196,20 +196,21 @@ class Updates:
     # ------------------------------------------------------------------ gradients and their norm
 
     def norm(self, op: Op, state: StepState) -> None:
-        self._take_loans(op.stage, state)
+        if not self._buffers.separate:  # else they were added on the device
+            self.take_loans(op.stage, state)
         places = self._places.stages[op.stage]
         total = 0.0
         for name, placed in self._own[op.stage].items():
             if name in state.touched[op.stage]:
-                total += self._square_sum.square_sum(places.gradient(placed))
+                total += self._square_sum.square_sum(places.waiting_gradient(placed))
                 self.adam_steps[name] += 1
                 state.counted[name] = self.adam_steps[name]
         state.square_sums[op.stage] = total
         if len(state.square_sums) == self._num_trained:
             self._conclude(state)
 
-    def _take_loans(self, stage: int, state: StepState) -> None:
-        """Add what borrowers have left to the owner's own gradient, once both are complete.
+    def take_loans(self, stage: int, state: StepState) -> None:
+        """Add what borrowers have left to the owner's own gradient, once both are complete, where both are.
 
         Own and lent sums are kept apart until then, so that the result does not depend on the plan's order.
         """
@@ -244,12 +245,13 @@ class Updates:
             state.gradient_uses[stage] -= 1
             left = state.gradient_uses[stage]
         if not left:
-            self._manager.discard(Item(ItemKind.GRADIENT, stage))
+            kind = ItemKind.WAITING_GRADIENT if self._buffers.separate else ItemKind.GRADIENT
+            self._manager.discard(Item(kind, stage))
 
     def stash_gradient(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.stage][op.piece]
         path, offset = self._stashed_gradients[op.stage]
-        source = self._places.stages[op.stage].gradients[piece.start : piece.stop].view(torch.uint8)
+        source = self._places.stages[op.stage].waiting_gradients[piece.start : piece.stop].view(torch.uint8)
 
         def stashed() -> None:
             self._manager.stash(op.stage, op.piece, source.nbytes)
@@ -328,7 +330,7 @@ class Updates:
         found = self._arrays(op, piece)
         weight_hi, weight_lo = (found[array].view(torch.int16) for array in WEIGHT_ARRAYS)
         exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
-        gradient = places.gradients[piece.start : piece.stop]
+        gradient = places.waiting_gradients[piece.start : piece.stop]
         if op.stashed:
             gradient = self._places.states[op.slot].gradient(piece.num_elements)
         if state.scale != 1.0 and not self._is_guess(op):
@@ -346,12 +348,28 @@ class Updates:
                 segments=segments,
                 weights=places.piece_weights(piece) if op.loaded else None,
             )
-        for keeper in op.refresh:
+        for keeper in () if self._buffers.separate else op.refresh:
             if not (op.loaded and keeper == op.stage):  # else the update has been made there
                 self._places.put_weights(keeper, op.stage, piece, weight_hi, weight_lo)
             self._manager.refresh(Item(ItemKind.WEIGHTS, keeper))
         if len(kept) < len(StateArray):
             self._extend_checksum(op, piece, {array: data for array, data in found.items() if array not in kept})
+
+    def refreshed(self, op: Op, state: StepState) -> tuple[Tensor, Tensor] | None:
+        """Both halves of the new weights of a piece (int16) that a REFRESH brings on; None if they are the old ones."""
+        piece = self.pieces[op.owner][op.piece]
+        changed = (op.owner, piece.chunk) in state.updated and (not op.redo or state.guessed_wrong)
+        if not (op.fill or changed):
+            return None
+        kept = self._places.kept.get((op.owner, piece.chunk))
+        found = [
+            kept.bytes_of(array, piece)
+            if kept is not None and array in kept.arrays
+            else self._places.states[op.slot].bytes_of(position, piece.num_elements)
+            for position, array in enumerate(WEIGHT_ARRAYS)
+        ]
+        hi, lo = (half.view(torch.int16) for half in found)
+        return hi, lo
 
     def _segments(self, op: Op, piece: Piece, state: StepState) -> list[SegmentUpdate]:
         """What of a piece an update changes: the tensors that have a gradient; nothing if the step is skipped."""

@@ -18,13 +18,14 @@ _NOTHING = StateBytes()
 #: Records that are remembered: some 300 bytes each.
 _MOST_MADE = 8192
 #: What NVMe has in scratch alone, if at all; of all other kinds it has the newest version unless a buffer's is newer.
-_PASSING = frozenset({ItemKind.GRADIENT, ItemKind.ACTIVATION})
+_PASSING = frozenset({ItemKind.GRADIENT, ItemKind.WAITING_GRADIENT, ItemKind.ACTIVATION})
 _WHOLE_KINDS = {
     ItemKind.WEIGHTS: WEIGHTS,
     ItemKind.KEPT_WEIGHTS: WEIGHTS,
     ItemKind.KEPT_FROZEN: WEIGHTS,
     ItemKind.KEPT_MOMENTS: MOMENTS,
     ItemKind.GRADIENT: GRADIENTS,
+    ItemKind.WAITING_GRADIENT: GRADIENTS,
     ItemKind.ACTIVATION: ACTIVATIONS,
 }
 
@@ -91,7 +92,7 @@ class Whereabouts:
                 return self._first_pieces[item.first][item.second]
             case ItemKind.WEIGHTS:
                 return -1
-            case ItemKind.GRADIENT:
+            case ItemKind.GRADIENT | ItemKind.WAITING_GRADIENT:
                 return item.second - 1  # as `Manager.stash` numbers those that wait
             case ItemKind.KEPT_FROZEN:
                 return -2

@@ -48,6 +48,8 @@ class ItemKind(Enum):
     """Frozen tensors of a stage that stay from step to step (first: stage)."""
     GRADIENT = "gradient"
     """The gradients of a stage (first: stage)."""
+    WAITING_GRADIENT = "waiting gradient"
+    """The same in host memory, where a separate device has made them (first: stage)."""
     ACTIVATION = "activation"
     """A boundary activation (first: stage, second: micro-batch); in backward, its gradient."""
 

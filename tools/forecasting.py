@@ -124,7 +124,7 @@ def _host(memory: MemoryPlan) -> dict[str, int]:
             (
                 memory.weight_bytes + memory.kept_bytes - kept_moments,
                 kept_moments,
-                memory.gradient_bytes + memory.demand.loan_bytes + memory.demand.block_bytes,
+                memory.gradients.num_bytes + memory.demand.loan_bytes + memory.demand.block_bytes,
                 memory.activation_bytes,
                 memory.ring_bytes + memory.workspace_bytes,
             ),

@@ -88,7 +88,7 @@ def test_the_smallest_need_is_the_formula() -> None:
     """Two neighbours' weights, one gradient, loans, a block, two slots of each ring, four activations, workspace."""
     plan = smallest(uniform(4))
     assert plan.weight_bytes == (9 + 6) * MIB
-    assert plan.gradient_bytes == 9 * MIB
+    assert plan.gradients.num_bytes == 9 * MIB
     # 9 MiB of float32 are 36 of the smallest pieces, more than 32: pieces are twice as large.
     assert plan.ring_bytes == 2 * MIN_PIECE_ELEMENTS * MIN_SLOTS * (STAGING_BYTES + STATE_BYTES)
     assert plan.activation_bytes == MIN_ACTIVATION_SLOTS * 256 * 1024
@@ -174,13 +174,13 @@ def check_regions(plan: MemoryPlan) -> None:
     buffers = plan.buffers()
     count = len(stages)
     weights = [(plan.weight_offset(index), stage.weights) for index, stage in enumerate(stages)]
-    gradients = [(plan.gradient_offset(index), stage.gradients) for index, stage in enumerate(stages)]
+    gradients = [(plan.gradients.offset(index), stage.gradients) for index, stage in enumerate(stages)]
     for start, size in weights:
         assert start % PAGE == 0 <= start
         assert start + size <= plan.weight_bytes
     for start, size in gradients:
         assert start % PAGE == 0 <= start
-        assert start + size <= plan.gradient_bytes
+        assert start + size <= plan.gradients.num_bytes
     for first in range(count):
         for second in range(first + 1, count):
             neighbours = second == first + 1
@@ -227,7 +227,7 @@ def test_with_plenty_of_memory_nothing_is_spilled_or_read_twice() -> None:
     assert plan.num_kept_gradients == len(demand.stages)
     assert plan.piece_elements == demand.max_piece_elements
     assert plan.weight_bytes == sum(stage.weights for stage in demand.stages)
-    assert plan.gradient_bytes == sum(stage.gradients for stage in demand.stages)
+    assert plan.gradients.num_bytes == sum(stage.gradients for stage in demand.stages)
     assert divide(demand, budget_bytes=2**34, resident_weights=False).num_resident == 0
 
 
@@ -239,7 +239,7 @@ def test_the_smallest_budget_with_delay_has_room_for_gradients_that_come_back() 
     plan, at_once = smallest(uniform(4, delayed=True)), smallest(uniform(4))
     assert GRADIENT_BYTES == 4
     assert plan.need_bytes - at_once.need_bytes == MIN_SLOTS * plan.piece_elements * GRADIENT_BYTES
-    assert plan.gradient_bytes == at_once.gradient_bytes
+    assert plan.gradients.num_bytes == at_once.gradients.num_bytes
 
 
 @pytest.mark.parametrize(("buffers", "kept", "expected"), [
@@ -250,7 +250,7 @@ def test_gradient_buffers_are_those_that_are_shared_and_each_kept_stages_own(
     buffers: int, kept: int, expected: int
 ) -> None:
     plan = replace(smallest(uniform(4, delayed=True)), num_gradient_buffers=buffers, num_kept_gradients=kept)
-    assert plan.gradient_bytes == expected * MIB
+    assert plan.gradients.num_bytes == expected * MIB
     assert len(set(plan.buffers().gradients[6 - kept :])) == kept
     assert plan.state_bytes == STATE_BYTES + (GRADIENT_BYTES if kept < 5 else 0)
     check_regions(plan)

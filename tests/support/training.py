@@ -35,6 +35,7 @@ from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.device import Device, HereDevice
 from hoist.tiers.format import StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
@@ -52,6 +53,8 @@ Alter = Callable[[PreTrainedModel], None]
 BeforeStep = Callable[[PreTrainedModel, int], None]
 
 PLENTY_BYTES = 2**30
+#: Makes what computes, for a run or while it is sized; `late_runs.py` puts another one here.
+make_device: Callable[[], Device] = HereDevice
 ROWS, TOKENS = 2, 12
 
 
@@ -98,6 +101,8 @@ class Engine:
     commit_every: int = 2
     loss_slice_tokens: int = 0
     """Other numbers than 0 change the result within rounding."""
+    device_budget_factor: float | None = None
+    """Times the smallest budget of a separate device's memory that works; None: as ``budget_factor``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +355,7 @@ def layouts_of(staged: StagedModel, engine: Engine) -> tuple[StageLayout, ...]:
 
 
 #: Smallest budgets found so far, since finding one takes longer than a step of these models.
-_smallest: dict[tuple[object, ...], int] = {}
+_smallest: dict[tuple[object, ...], tuple[int, int]] = {}
 
 
 def set_up(
@@ -361,14 +366,23 @@ def set_up(
     sizes = (config.micro_batch_size, config.seq_len, config.num_micro_batches, config.max_piece_elements, config.plan)
     slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
-    key = (
+    key: tuple[object, ...] = (
         staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
         config.pin_trained,
     )  # fmt: skip
-    if key not in _smallest:
-        _smallest[key] = memory.smallest(prepare(staged, layouts, config).memory.demand).need_bytes
-    config = replace(config, host_memory_bytes=int(engine.budget_factor * _smallest[key]))
-    return config, prepare(staged, layouts, config)
+    with make_device() as device:
+        key = (*key, device.is_separate)
+        if device.is_separate:
+            config = replace(config, device_memory_bytes=PLENTY_BYTES)
+        if key not in _smallest:
+            least = memory.smallest(prepare(staged, layouts, config, device=device).memory.demand)
+            _smallest[key] = (least.need_bytes, least.device_need_bytes)
+        host, other = _smallest[key]
+        config = replace(config, host_memory_bytes=int(engine.budget_factor * host))
+        if device.is_separate:
+            factor = engine.budget_factor if engine.device_budget_factor is None else engine.device_budget_factor
+            config = replace(config, device_memory_bytes=int(factor * other))
+        return config, prepare(staged, layouts, config, device=device)
 
 
 def train(
@@ -406,9 +420,13 @@ def train(
             initial = read_states(store, files).weights
             losses, metrics = [], []
             ops: Counter[Kind] = Counter()
-            with Trainer(
-                model=staged, store=store, engine=files, config=trainer_settings, baseline_bytes=0, setup=setup
-            ) as trainer:
+            with (
+                make_device() as device,
+                Trainer(
+                    model=staged, store=store, engine=files, config=trainer_settings, baseline_bytes=0, setup=setup,
+                    device=device,
+                ) as trainer,
+            ):
                 for number, step in enumerate(steps[trainer.step_number :], start=trainer.step_number + 1):
                     if recipe.before_step is not None:
                         recipe.before_step(staged.model, number)

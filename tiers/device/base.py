@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -98,3 +100,11 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Unpin everything, end threads. Work that is still in a stream is done first. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,25 @@
+"""Runs whatever trains through `training.py` on devices whose streams are late and out of order: a suite once more.
+
+A test module that imports the tests of another one and uses :func:`on_late_devices` in a fixture runs them all there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support import training
+from tests.support.late_device import LateDevice
+
+
+@contextmanager
+def on_late_devices(first_seed: int = 0) -> Iterator[None]:
+    """Every run of :func:`tests.support.training.train` has a late device of its own, each in another order."""
+    seeds = itertools.count(first_seed)
+    before = training.make_device
+    training.make_device = lambda: LateDevice(next(seeds))
+    try:
+        yield
+    finally:
+        training.make_device = before
