@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hoist.tiers import drive_health
+from hoist.tiers.cgroups import cgroup_limit_bytes
 from hoist.tiers.drive_health import BlockDevice, DriveHealth
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.base import IoEngine
@@ -385,7 +386,7 @@ def look_at_memory() -> MemoryFacts:
     return MemoryFacts(
         total_bytes=int(fields["MemTotal"].split()[0]) * 1024,
         available_bytes=int(fields["MemAvailable"].split()[0]) * 1024,
-        cgroup_limit_bytes=cgroup_limit_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")),
+        cgroup_limit_bytes=cgroup_limit_bytes(),
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
     )
 
@@ -413,35 +414,6 @@ def _look_at_compute() -> ComputeFacts:
 def _limit(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
-    """The tightest memory limit of the control groups that ``membership`` (/proc/self/cgroup) names, both versions."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits: list[int] = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            top, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):  # every group above limits, too
-            if not folder.is_relative_to(top):
-                break
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            # Version 1 says "no limit" as the largest multiple of the page size.
-            if text.isdecimal() and int(text) < 2**60:
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 def file_system_of(directory: Path, mounts: Path) -> str:

@@ -18,7 +18,6 @@ from hoist.tools.doctor import (
     MemoryFacts,
     Outcome,
     StorageFacts,
-    cgroup_limit_bytes,
     diagnose,
     judge,
     render,
@@ -130,26 +129,6 @@ def test_limits_are_noted() -> None:
     assert outcomes(compute=dataclasses.replace(GOOD_COMPUTE, open_files=None)) == {}
     bare_gpu = dataclasses.replace(GOOD_COMPUTE, accelerators=("H200",))
     assert outcomes(compute=bare_gpu).keys() == {"locked memory limit", "kvikio", "GPUDirect Storage"}
-
-
-def test_the_tightest_cgroup_limits(tmp_path: Path) -> None:
-    membership, root = tmp_path / "cgroup", tmp_path / "fs"
-    inner = root / "a" / "b"
-    inner.mkdir(parents=True)
-    assert cgroup_limit_bytes(membership, root) is None
-    membership.write_text("0::/a/b\n")
-    assert cgroup_limit_bytes(membership, root) is None
-    (inner / "memory.max").write_text("max\n")
-    assert cgroup_limit_bytes(membership, root) is None
-    (root / "a" / "memory.max").write_text("1000\n")
-    assert cgroup_limit_bytes(membership, root) == 1000
-    (inner / "memory.max").write_text("2000\n")
-    assert cgroup_limit_bytes(membership, root) == 1000
-    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n")
-    (root / "memory" / "job").mkdir(parents=True)
-    (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (root / "memory" / "job" / "memory.limit_in_bytes").write_text("3000\n")
-    assert cgroup_limit_bytes(membership, root) == 3000
 
 
 class TestDrive:
