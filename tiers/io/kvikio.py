@@ -11,6 +11,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import threading
 from concurrent.futures import Future
 from functools import partial
@@ -43,14 +44,22 @@ _log = logging.getLogger(__name__)
 _DESCRIPTORS_PER_FILE = 2
 #: kvikio takes any address: what is not page-aligned goes through its aligned bounce buffers, still by direct I/O.
 _ANY_ADDRESS = DirectAlignment(memory_bytes=1)
+#: Where kvikio's errors name the line of its source that noticed.
+_SOURCE_LINE = re.compile(r" at: \S+:\d+(?=: )")
 _CODES_BY_TEXT = {os.strerror(code): code for code in errno.errorcode}
 
 
 class KvikioEngine(IoEngine):
-    """kvikio's ``CuFile.pread`` and ``pwrite``; buffers are CPU or CUDA tensors.
+    """kvikio's ``CuFile.pread`` and ``pwrite``; buffers are CPU or CUDA tensors, from any place in an allocation.
 
-    A CUDA buffer must be ready when a request is made (synchronise the stream that fills it): kvikio uses streams of
-    its own. kvikio's settings and its thread pool belong to the process, not to one engine.
+    A CUDA buffer must be ready when a request is made (wait for the mark of what fills it): kvikio pushes the context
+    that the memory belongs to, and copies in streams of its own. Those, as cuFile, wait for the legacy default stream
+    of the device: kernels that run there hold up transfers, those in other streams do not.
+
+    GPUDirect Storage moves what begins and ends at multiples of 4096 bytes; ends that do not, requests shorter than
+    kvikio's ``gds_threshold`` (16 KiB) and files that cuFile refuses go through host memory, with the same result.
+    kvikio's settings, its thread pool and its bounce buffers belong to the process, not to one engine: there are as
+    many buffers of 4 MiB, pinned, as transfers have been in them at once, ``num_threads`` and the short ones.
     """
 
     name = "kvikio"
@@ -79,16 +88,25 @@ class KvikioEngine(IoEngine):
             if value < 1:
                 raise ValueError(f"{label}: got {value}, must be at least 1")
         self._kvikio: Any = _load_kvikio()
+        modes, defaults = self._kvikio.CompatMode, self._kvikio.defaults
+        self._task_bytes: int = defaults.get("task_size")
         settings: dict[str, object] = {
             "num_threads": num_threads,
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
+            # A buffer holds one task, however large it is.
+            "bounce_buffer_size": self._task_bytes,
         }
+        #: Why there is no GPUDirect Storage where nobody asked that there be none.
+        self._why_compat = ""
         if compat_mode is not None:
-            settings["compat_mode"] = getattr(self._kvikio.CompatMode, compat_mode)
-        self._kvikio.defaults.set(settings)
+            settings["compat_mode"] = modes[compat_mode]
+        elif "KVIKIO_COMPAT_MODE" not in os.environ:
+            # Without the kernel module cuFile itself would copy, in ways that nothing here measures or bounds.
+            self._why_compat = _why_no_gds()
+            settings["compat_mode"] = modes.ON if self._why_compat else modes.AUTO
+        defaults.set(settings)
         self._why = why
-        self._task_bytes: int = self._kvikio.defaults.get("task_size")
         self._counters = Counters()
         #: Guards _closed against a submit, and _refused.
         self._lock = threading.Lock()
@@ -119,12 +137,15 @@ class KvikioEngine(IoEngine):
     def describe(self) -> str:
         defaults = self._kvikio.defaults
         says = [f"kvikio {self._kvikio.__version__}: "]
-        if not defaults.is_compat_mode_preferred():
+        if self._uses_gds():
             says[0] += "GDS (GPUDirect Storage, file to GPU memory without a copy in host memory)"
+            why_no_gds = _why_no_gds()
+            if why_no_gds:
+                says[0] += f" as asked for, but {why_no_gds}, so cuFile may copy all the same"
         else:
-            mode = defaults.get("compat_mode").name
             says[0] += "compatibility mode (POSIX direct I/O, bounce buffers for GPU memory), because "
-            says[0] += "it was asked for" if mode == "ON" else _why_no_gds()
+            asked = defaults.get("compat_mode") == self._kvikio.CompatMode.ON
+            says[0] += self._why_compat or ("it was asked for" if asked else "kvikio found GDS not usable here")
         says.append(f"{defaults.get('num_threads')} threads, tasks of {self._task_bytes / 2**20:g} MiB")
         if self._why:
             says.append(f"chosen because {self._why}")
@@ -191,6 +212,7 @@ class KvikioEngine(IoEngine):
         num_bytes = buffer.numel()
         with self._files.lease(path, writable=operation == "write") as file:
             while True:
+                by_gds = self._uses_gds() and buffer.device.type != "cpu" and num_bytes >= self._gds_bytes()
                 direct = file.direct and not self._refused
                 try:
                     moved = self._transfer(operation, file, offset, buffer)
@@ -198,7 +220,7 @@ class KvikioEngine(IoEngine):
                 except RuntimeError as error:
                     cause = _with_errno(error)
                     code = cause.errno if isinstance(cause, OSError) else None
-                    if code == errno.EINVAL and direct:
+                    if code == errno.EINVAL and direct and not by_gds:
                         self._refuse(f"{operation} of {path} with O_DIRECT: {os.strerror(errno.EINVAL)}")
                     elif code != errno.EINTR:
                         file_bytes = os.fstat(file.descriptor).st_size
@@ -207,7 +229,7 @@ class KvikioEngine(IoEngine):
                         raise
             if moved != num_bytes:
                 raise OSError(errno.EIO, f"kvikio moved {moved} of {num_bytes} bytes")
-            if buffer.device.type != "cpu" and not self._kvikio.defaults.is_compat_mode_preferred():
+            if by_gds:
                 return 0
             buffered_bytes = self._buffered_bytes(offset, num_bytes, direct=direct)
             if buffered_bytes:
@@ -215,6 +237,15 @@ class KvikioEngine(IoEngine):
                     syscalls.write_back_range(file.descriptor, offset, num_bytes)
                 drop_cache(file.descriptor, offset, num_bytes)
             return buffered_bytes
+
+    def _uses_gds(self) -> bool:
+        """Whether GPUDirect Storage is what kvikio tries for GPU memory: of single files it may yet think otherwise."""
+        return not self._kvikio.defaults.is_compat_mode_preferred()
+
+    def _gds_bytes(self) -> int:
+        """What shorter requests than this go without GDS."""
+        threshold: int = self._kvikio.defaults.get("gds_threshold")
+        return threshold
 
     def _transfer(self, operation: Operation, file: _CuHandle, offset: int, buffer: torch.Tensor) -> int:
         """One request to kvikio, waited for; bytes moved. RuntimeError is how kvikio fails."""
@@ -291,18 +322,23 @@ def _load_kvikio() -> Any:
 
 
 def _why_no_gds() -> str:
+    """What GPUDirect Storage lacks here; empty where nothing is known to be missing."""
     driver: Any = importlib.import_module("kvikio.cufile_driver")
     if driver.libcufile_version() == (0, 0):
         return "libcufile was not found"
     if not Path("/proc/driver/nvidia-fs").exists():
         return "the nvidia-fs kernel module is not loaded"
-    return "kvikio found GPUDirect Storage not usable here"
+    return ""
 
 
 def _with_errno(error: Exception) -> Exception:
-    """kvikio's RuntimeError as the OSError that it reports in text; other errors as they are."""
+    """kvikio's RuntimeError as the OSError that it reports in text, else without its source line and with advice."""
     if not isinstance(error, RuntimeError):
         return error
-    text = str(error).rstrip()
+    text = _SOURCE_LINE.sub("", str(error).strip())
     codes = [code for words, code in _CODES_BY_TEXT.items() if text.endswith(f": {words}")]
-    return OSError(codes[0], os.strerror(codes[0])) if codes else error
+    if codes:
+        return OSError(codes[0], os.strerror(codes[0]))
+    if text.startswith("cuFile error"):
+        text += "; KVIKIO_COMPAT_MODE=ON goes without GPUDirect Storage"
+    return RuntimeError(text)

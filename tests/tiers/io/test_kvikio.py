@@ -24,8 +24,16 @@ from hoist.tiers.errors import TransferError
 from hoist.tiers.io import IoEngine, KvikioEngine, choose_engine
 from hoist.tiers.io.kvikio import _CuHandle
 from hoist.tiers.io.requests import Operation
-from tests.support.buffers import empty_buffer, make_file, num_cached_pages, open_descriptors, random_buffer
-from tests.support.libcuda import build_stub_libcuda
+from tests.support.buffers import (
+    PAGE_BYTES,
+    Memory,
+    empty_buffer,
+    make_file,
+    num_cached_pages,
+    open_descriptors,
+    random_buffer,
+)
+from tests.support.libcuda import StubDriver, build_stub_libcuda
 from tests.tiers.io.conformance import EngineConformance
 
 
@@ -38,6 +46,15 @@ def _driver_loads() -> bool:
 
 
 needs_kvikio = pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
+def _is_stub() -> bool:
+    try:
+        StubDriver()
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+needs_stub = pytest.mark.skipif(not _is_stub(), reason="libcuda.so.1 is a driver's: what is device memory is no choice")
 needs_driver = pytest.mark.skipif(not _driver_loads(), reason="no libcuda.so.1 here; runs again on a stub of it")
 
 
@@ -65,6 +82,71 @@ class TestKvikioConforms(EngineConformance):
     def engine(self) -> Iterator[IoEngine]:
         with KvikioEngine(num_threads=4, max_requests=4) as engine:
             yield engine
+
+
+class _DeclaredMemory(Memory):
+    """Host memory that the stub calls a device's; cut anew from the front when it is used up."""
+
+    def __init__(self, driver: StubDriver) -> None:
+        self._region = empty_buffer(32 * 2**20)
+        self._used_bytes = 0
+        driver.declare(self._region)
+
+    def empty(self, num_bytes: int, *, skew: int = 0) -> torch.Tensor:
+        need = -(-(num_bytes + skew) // PAGE_BYTES) * PAGE_BYTES
+        if self._used_bytes + need > len(self._region):
+            self._used_bytes = 0
+        start = self._used_bytes + skew
+        self._used_bytes += need
+        return self._region[start : start + num_bytes].fill_(0x55)
+
+
+@needs_kvikio
+@needs_driver
+@needs_stub
+class TestDeviceMemoryConforms(EngineConformance):
+    """kvikio's compatibility mode: its bounce buffers, its streams, copies that are made when they are waited for."""
+
+    @pytest.fixture
+    def driver(self) -> Iterator[StubDriver]:
+        driver = StubDriver()
+        yield driver
+        driver.fail(0)
+        driver.declare(None)
+
+    @pytest.fixture
+    def memory(self, driver: StubDriver) -> Memory:
+        return _DeclaredMemory(driver)
+
+    @pytest.fixture
+    def engine(self, driver: StubDriver) -> Iterator[IoEngine]:
+        with KvikioEngine(num_threads=4, max_requests=4) as engine:
+            yield engine
+
+    @pytest.mark.parametrize(("file_offset", "skew"), [(0, 0), (100, 64)])
+    def test_more_than_a_task(
+        self, engine: IoEngine, memory: Memory, tmp_path: Path, file_offset: int, skew: int
+    ) -> None:
+        num_bytes = 9 * 2**20 + 4097
+        path = make_file(tmp_path / "file", file_offset + num_bytes)
+        source, back = memory.random(num_bytes, seed=0, skew=skew), memory.empty(num_bytes, skew=skew)
+        engine.write(path, file_offset, source).result()
+        engine.read(path, file_offset, back).result()
+        assert torch.equal(back, source)
+        assert num_cached_pages(path) == 0
+
+    def test_a_driver_that_fails_ends_the_request_with_one_line(
+        self, engine: IoEngine, memory: Memory, driver: StubDriver, tmp_path: Path
+    ) -> None:
+        path = make_file(tmp_path / "file", 2**20)
+        buffer = memory.empty(2**20)
+        driver.fail(700)
+        for operation, future in (("read", engine.read(path, 0, buffer)), ("write", engine.write(path, 0, buffer))):
+            expected = rf"^{operation} of {2**20} bytes at offset 0 of {path} failed: CUDA error: CUDA_ERROR_OF_THE_"
+            with pytest.raises(TransferError, match=expected):
+                future.result()
+        driver.fail(0)
+        engine.read(path, 0, buffer).result()
 
 
 class _Weather(KvikioEngine):
@@ -142,6 +224,27 @@ class TestKvikioAlone:
                 engine.read(path, 0, empty_buffer(4096)).result()
             assert caught.value.errno == errno.EIO
             engine.read(path, 0, empty_buffer(4096)).result()
+
+    def test_without_the_kernel_module_cufile_is_left_out(self) -> None:
+        with KvikioEngine() as engine:
+            if Path("/proc/driver/nvidia-fs").exists():
+                assert "GDS (" in engine.describe()
+            else:
+                assert re.search("compatibility mode .*, because (the nvidia-fs|libcufile was)", engine.describe())
+
+    def test_what_gds_says_is_one_line_with_advice(self, tmp_path: Path) -> None:
+        def fail(direct: bool) -> None:
+            raise RuntimeError("cuFile error at: /src/cpp/file_handle.cpp:197: GPUDirect Storage driver lost\n")
+
+        path = make_file(tmp_path / "file", 4096)
+        with _Weather() as engine:
+            engine.before = fail
+            expected = (
+                rf"^read of 4096 bytes at offset 0 of {path} failed: cuFile error: GPUDirect Storage driver lost; "
+                r"KVIKIO_COMPAT_MODE=ON goes without GPUDirect Storage$"
+            )
+            with pytest.raises(TransferError, match=expected):
+                engine.read(path, 0, empty_buffer(4096)).result()
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     def test_gpu_memory_round_trip(self, tmp_path: Path) -> None:
