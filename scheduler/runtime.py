@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.boundary import as_leaves, has_gradient, keep_gradients, pack, unpack
+from hoist.scheduler.compiling import CompiledLayers, explained
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
@@ -85,7 +87,9 @@ class Runtime:
         adam_steps: Mapping[str, int],
         verify_reads: bool = False,
         loss_slice_tokens: int = 0,
+        compile_backend: str | None = None,
     ) -> None:
+        """``compile_backend``: what compiles the layers; None: they are not compiled."""
         #: Checks what is read for updates; None: nothing is checked.
         self._read_check = ReadCheck(store) if verify_reads else None
         self._model = model
@@ -156,6 +160,8 @@ class Runtime:
             Kind.FETCH_GRADIENT: self._fetch_gradient,
         }
         model.take()
+        self._compile_backend = compile_backend
+        self._compiled = None if compile_backend is None else CompiledLayers(model, compile_backend)
         self._direct = self._direct_gradients()
 
     # ------------------------------------------------------------------ the executor's side
@@ -179,6 +185,8 @@ class Runtime:
 
     def release(self) -> None:
         """Let go of the buffers and of the model: no op may follow."""
+        if self._compiled is not None:
+            self._compiled.release()
         for stage in self._stages:
             stage.unbind(forget=True)
         self._bound.clear()
@@ -189,7 +197,8 @@ class Runtime:
     def run(self, op: Op, step: int) -> None:
         """Carry out a copy, compute, optim or commit op."""
         try:
-            self._run[op.kind](op, self._steps[step - op.delayed])
+            with explained(self._compile_backend):
+                self._run[op.kind](op, self._steps[step - op.delayed])
         except TransferError as error:
             if op.kind is Kind.WRITE_KEPT:
                 raise self._failure(op, step, error) from error
@@ -450,9 +459,12 @@ class Runtime:
 
     # ------------------------------------------------------------------ gradients
 
-    def _direct_gradients(self) -> list[DirectGradients]:
-        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly."""
-        modes: list[DirectGradients] = []
+    def _direct_gradients(self) -> list[AbstractContextManager[object]]:
+        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly.
+
+        Not those of compiled layers: their graphs make all gradients themselves, and autograd hands them to the hooks.
+        """
+        modes: list[AbstractContextManager[object]] = []
         for index, stage in enumerate(self._stages):
             targets: dict[Tensor, Target] = {}
             stage.bind(self._bound[index])
@@ -461,7 +473,8 @@ class Runtime:
                     targets[parameter] = self._target(index, name)
                     parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter]))
             stage.unbind()
-            modes.append(DirectGradients(targets, self._places.block))
+            is_compiled = self._compiled is not None and isinstance(stage, LayerStage)
+            modes.append(nullcontext() if is_compiled else DirectGradients(targets, self._places.block))
         return modes
 
     def _target(self, stage: int, name: str) -> Target:
