@@ -32,6 +32,12 @@ class TrainerConfig:
     such device, and ``host_memory_bytes`` bounds both tiers together."""
     dtype: Dtype = "float32"
     """What layers compute with. Weights, moments and sums of gradients are float32 in any case."""
+    compile: bool = False
+    """Compile decoder layers with torch.compile: one graph for all equal ones. Results differ from those of layers that
+    are not compiled in rounding, and the budget then has room for all gradients of a layer's weights at once."""
+    compile_backend: str = "inductor"
+    """What compiles them: one of torch's backends. ``aot_eager`` needs no compiler and gives the bits of layers that
+    are not compiled."""
     micro_batch_size: int
     """Most rows of a micro-batch."""
     seq_len: int = 1024
@@ -90,6 +96,11 @@ class TrainerConfig:
     """Re-check residency after every op; for tests."""
 
     @property
+    def backend_in_force(self) -> str | None:
+        """What compiles layers; None: nothing does."""
+        return self.compile_backend if self.compile else None
+
+    @property
     def delay_in_force(self) -> float:
         """The delay that is used: all of it where every update waits for the norm."""
         return 1.0 if self.clip_norm and self.clip_mode == "exact" else self.delay
@@ -137,6 +148,10 @@ class TrainerConfig:
             raise ConfigError(f"clip_mode: {self.clip_mode!r} is not one of {', '.join(get_args(ClipMode))}")
         if not 0.0 <= self.delay <= 1.0:
             raise ConfigError(f"delay: {self.delay} is not a share from 0 to 1")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile: {self.compile!r} is neither true nor false")
+        if not self.compile_backend:
+            raise ConfigError(f"compile_backend: {self.compile_backend!r} is no backend's name, like 'inductor'")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
             raise ConfigError(f"clip_norm: {self.clip_norm} is not a finite number of at least 0 (0: no clipping)")
         if self.max_skipped_steps < 1:

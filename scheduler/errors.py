@@ -16,6 +16,10 @@ class ConfigError(RefusalError):
     """A setting has a value that cannot be honoured; the message names it, the value and what is allowed."""
 
 
+class CompileError(RefusalError, RuntimeError):
+    """torch's compiler cannot compile the layers, or lacks what it needs; the message says what to do instead."""
+
+
 class MisuseError(ConfigError, AttributeError):
     """A trainer was asked for what it does not have; the message says where that is."""
 

@@ -164,6 +164,10 @@ class FirstModule(_ModuleStage, EmbedStage):
 class MiddleModule(_ModuleStage, LayerStage):
     """A module between the first and the last: a hidden state in, one of the same shape out."""
 
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """The next hidden state.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -17,6 +18,7 @@ from torch import Tensor
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.scheduler.accumulate import DirectGradients, Target
 from hoist.scheduler.boundary import as_leaves, has_gradient, keep_gradients, pack, unpack
+from hoist.scheduler.compiling import CompiledLayers, explained
 from hoist.scheduler.completion import Join, then
 from hoist.scheduler.context import Context
 from hoist.scheduler.errors import ConfigError
@@ -105,7 +107,9 @@ class Runtime:
         adam_steps: Mapping[str, int],
         verify_reads: bool = False,
         loss_slice_tokens: int = 0,
+        compile_backend: str | None = None,
     ) -> None:
+        """``compile_backend``: what compiles the layers; None: they are not compiled."""
         #: Checks what is read for updates; None: nothing is checked.
         self._read_check = ReadCheck(store) if verify_reads else None
         self._model = model
@@ -182,6 +186,8 @@ class Runtime:
             Kind.FETCH_GRADIENT: self._fetch_gradient,
         }
         model.take()
+        self._compile_backend = compile_backend
+        self._compiled = None if compile_backend is None else CompiledLayers(model, compile_backend)
         self._direct = self._direct_gradients()
 
     # ------------------------------------------------------------------ the executor's side
@@ -216,6 +222,8 @@ class Runtime:
 
     def release(self) -> None:
         """Let go of the buffers and of the model: no op may follow."""
+        if self._compiled is not None:
+            self._compiled.release()
         for stage in self._stages:
             stage.unbind(forget=True)
         self._bound.clear()
@@ -229,11 +237,12 @@ class Runtime:
         if op.kind in DEVICE_KINDS:
             work = self._works[op.kind](op, state)
             mark: Mark | None = None
+            compute = partial(self._compute, work)
             if self._device.is_separate:
                 stream = self._device.stream(_STREAMS.get(op.kind, "compute"))
-                mark = stream.put(work.compute, after=cast("Sequence[DeviceMark]", after))  # all are this device's
+                mark = stream.put(compute, after=cast("Sequence[DeviceMark]", after))  # all are this device's
             else:
-                work.compute()
+                compute()
             work.noted()
             return mark
         try:
@@ -243,6 +252,10 @@ class Runtime:
                 raise self._failure(op, step, error) from error
             raise
         return None
+
+    def _compute(self, work: Work) -> None:
+        with explained(self._compile_backend):
+            work.compute()
 
     def start(self, op: Op, step: int, done: Done) -> None:
         """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""
@@ -558,9 +571,12 @@ class Runtime:
 
     # ------------------------------------------------------------------ gradients
 
-    def _direct_gradients(self) -> list[DirectGradients]:
-        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly."""
-        modes: list[DirectGradients] = []
+    def _direct_gradients(self) -> list[AbstractContextManager[object]]:
+        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly.
+
+        Not those of compiled layers: their graphs make all gradients themselves, and autograd hands them to the hooks.
+        """
+        modes: list[AbstractContextManager[object]] = []
         for index, stage in enumerate(self._stages):
             targets: dict[Tensor, Target] = {}
             stage.bind(self._bound[index])
@@ -569,7 +585,8 @@ class Runtime:
                     targets[parameter] = self._target(index, name)
                     parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter]))
             stage.unbind()
-            modes.append(DirectGradients(targets, self._places.block))
+            is_compiled = self._compiled is not None and isinstance(stage, LayerStage)
+            modes.append(nullcontext() if is_compiled else DirectGradients(targets, self._places.block))
         return modes
 
     def _target(self, stage: int, name: str) -> Target:

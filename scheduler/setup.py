@@ -15,6 +15,7 @@ import torch
 
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
+from hoist.scheduler.compiling import KEPT_BYTES
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
@@ -199,7 +200,9 @@ def prepare(
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     batch = model.batches.largest(config)
-    found = workspace.measure(model, batch, loss_slice_tokens=config.loss_slice_tokens)
+    found = workspace.measure(
+        model, batch, loss_slice_tokens=config.loss_slice_tokens, layers_compiled=config.compile
+    )
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())
     # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
     # follow from what each micro-batch is given, every one has its own.
@@ -207,6 +210,7 @@ def prepare(
     weights = [*placed.values(), *(tensor for tensor in fixed.values() if tensor.spec.frozen_weight)]
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in weights), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
+    compiler = KEPT_BYTES if config.compile else 0
     largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
     demand = Demand(
         stages=tuple(
@@ -214,7 +218,7 @@ def prepare(
                 name=layout.name,
                 weights=weight_bytes(layout, lent, kept),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
-                workspace=space + in_heap // HEAP_WASTE + packing,
+                workspace=space + in_heap // HEAP_WASTE + packing + compiler,
             )
             for layout, lent, kept, space, in_heap in zip(
                 layouts, borrowed, frozen, found.stages, found.in_heap, strict=True

@@ -6,6 +6,7 @@ The passes are those of `runtime.py`'s compute ops, with the same gradient hooks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -55,11 +56,19 @@ class StageBench:
     """A stage that is bound to random weights. Use as a context manager: it lets go of them, and of its hooks."""
 
     def __init__(
-        self, stage: Stage, places: Places, pattern: Tensor, *, passes: int, loss_slice_tokens: int = 0
+        self,
+        stage: Stage,
+        places: Places,
+        pattern: Tensor,
+        *,
+        passes: int,
+        loss_slice_tokens: int = 0,
+        layers_compiled: bool = False,
     ) -> None:
         """``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward.
 
-        ``pattern``: random float32 numbers.
+        ``pattern``: random float32 numbers. ``layers_compiled``: see `compiling.py`; then gradients of a layer's
+        weights come from autograd.
         """
         self._stage = stage
         self._places = places
@@ -81,7 +90,9 @@ class StageBench:
             values = places.stages[stage.index].gradient(own[name]) if name in own else places.loans[name]
             targets[parameter] = Target(values, partial(self._is_touched, name))
             self._handles.append(parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter])))
-        self._direct = DirectGradients(targets, places.block)
+        self._direct: AbstractContextManager[object] = DirectGradients(targets, places.block)
+        if layers_compiled and isinstance(stage, LayerStage):
+            self._direct = nullcontext()
 
     def _is_touched(self, name: str) -> bool:
         if name in self._touched:

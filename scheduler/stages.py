@@ -263,6 +263,11 @@ class LayerStage(Stage):
         #: Where the weights of the code before the layer are, by name.
         self._between: dict[str, Location] = {}
 
+    @property
+    def module(self) -> nn.Module:
+        """What the stage calls; a layer that the model calls twice is the module of two stages."""
+        return self._stack.layers[self._layer]
+
     def forward(self, carried: Carried, context: Context) -> Carried:
         """What the next stage is given: as a rule the next hidden state, [B, S, H], of the dtype of this one.
 

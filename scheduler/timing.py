@@ -23,6 +23,7 @@ from hoist.optim.split import merge
 from hoist.scheduler import workspace
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.boundary import Packed, pack
+from hoist.scheduler.compiling import compiled, explained
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done, Executor, Mark
@@ -110,7 +111,8 @@ def measure(
     """Time a run's ops on buffers like its own, which are freed again: it holds no more memory than the run will.
 
     Takes a second or two. Where one micro-batch through a stage takes longer than :data:`PASS_SECONDS`, fewer tokens
-    are timed. Raises what a stage raises on a micro-batch, and ConfigError while a trainer is open on the model.
+    are timed. Raises what a stage raises on a micro-batch, CompileError where it cannot be compiled as ``config`` asks,
+    and ConfigError while a trainer is open on the model.
     """
     model.check_free()
     heap.settle()
@@ -121,6 +123,8 @@ def measure(
             torch.inference_mode(mode=False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
+            compiled(model, config.backend_in_force),
+            explained(config.backend_in_force),
         ):
             return _Timing(model, setup, config, places, progress).run()
     finally:
@@ -255,7 +259,8 @@ class _Timing:
 
     def _bench(self, stage: Stage, passes: int) -> StageBench:
         return StageBench(
-            stage, self._places, self._pattern, passes=passes, loss_slice_tokens=self._config.loss_slice_tokens
+            stage, self._places, self._pattern, passes=passes, loss_slice_tokens=self._config.loss_slice_tokens,
+            layers_compiled=self._config.compile,
         )
 
     def _passes(

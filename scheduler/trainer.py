@@ -190,6 +190,7 @@ class Trainer:
             adam_steps=store.record.adam_steps,
             verify_reads=config.verify_reads,
             loss_slice_tokens=config.loss_slice_tokens,
+            compile_backend=config.backend_in_force,
         )
         names = OpNames([stage.name for stage in store.layouts], self._runtime.pieces)
         annotated = Annotated(self._runtime, names)

@@ -96,10 +96,14 @@ class _LiveBytes(TorchDispatchMode):
             self.heap_bytes -= num_bytes
 
 
-def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0) -> Workspaces:
+def measure(
+    model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_tokens: int = 0, layers_compiled: bool = False
+) -> Workspaces:
     """Find the workspace of every stage for a micro-batch shaped like ``batch`` (its values do not matter).
 
-    ``loss_slice_tokens``: most tokens of a slice of the loss, see `head_loss.py`.
+    ``loss_slice_tokens``: most tokens of a slice of the loss, see `head_loss.py`. ``layers_compiled``: a layer's
+    backward then has all gradients of its weights at once, as compiled graphs hand them over together; fused kernels
+    need less than what is counted here, op by op.
 
     The embed stage runs for real on absent weights (its activations alone are allocated). Raises what a stage raises on
     such a batch.
@@ -133,7 +137,7 @@ def measure(model: StagedModel, batch: Mapping[str, Tensor], *, loss_slice_token
             known[key] = (
                 (_measure_head(model, entering, batch, context, loss_slice_tokens, passes), ())
                 if isinstance(stage, HeadStage)
-                else _measure_stage(model, stage, entering, batch, context, passes)
+                else _measure_stage(model, stage, entering, batch, context, passes, whole_gradients=layers_compiled)
             )
         peaks, entering = known[key]
         boundary_bytes = max(boundary_bytes, packed_bytes(entering))
@@ -217,22 +221,24 @@ def _measure_stage(
     passes: int,
     *,
     in_slices: bool = False,
+    whole_gradients: bool = False,
 ) -> tuple[_Peaks, tuple[Packed, ...]]:
     """What a stage needs, and what it hands on.
 
     ``passes``: 1 if a gradient is handed on to the stage below, 0 if the backward ends here, -1 for no backward.
-    ``in_slices``: the head's loss is made in slices, and what is given is one.
+    ``in_slices``: the head's loss is made in slices, and what is given is one. ``whole_gradients``: its weights'
+    gradients are made whole, and kept until the backward's end.
     """
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)  # it prints a traceback before it raises
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        return _run_stage(model, stage, entering, batch, context, passes, fake, in_slices)
+        return _run_stage(model, stage, entering, batch, context, passes, fake, in_slices, whole_gradients)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         # Some kernels have no faithful shape function (grouped products of experts in float32, torch 2.13).
         logger.debug("%s cannot be sized on fake tensors (%s); it is run once on zeros", stage.name, error)
-        return _run_stage(model, stage, entering, batch, context, passes, None, in_slices)
+        return _run_stage(model, stage, entering, batch, context, passes, None, in_slices, whole_gradients)
     finally:
         torch_logger.setLevel(level)
 
@@ -246,6 +252,7 @@ def _run_stage(
     passes: int,
     mode: FakeTensorMode | None,
     in_slices: bool,
+    whole_gradients: bool,
 ) -> tuple[_Peaks, tuple[Packed, ...]]:
     """As :func:`_measure_stage`, on fake tensors; without ``mode`` it is run for real, on zeros."""
 
@@ -270,7 +277,7 @@ def _run_stage(
         with mode or nullcontext():
             block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
             for parameter in stage.parameters().values():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not whole_gradients:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
                     targets[parameter] = Target(torch.empty(parameter.shape), lambda: True)
         direct = DirectGradients(targets, block)
