@@ -18,6 +18,7 @@ from hoist.tiers.arena import Arena
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import (
     CHUNK_QUANTUM_ELEMENTS,
+    DTYPE_BYTES,
     TENSOR_ALIGN_ELEMENTS,
     Piece,
     PlacedTensor,
@@ -25,9 +26,9 @@ from hoist.tiers.layout import (
     round_up,
 )
 
-#: The compute copy of weights is float32 (many CPUs multiply bf16 far slower).
-COMPUTE_BYTES = 4
 PAGE_BYTES = 4096
+#: Elements of ``weight_hi`` in a page: what is read straight into a weight buffer is made of these.
+PAGE_ELEMENTS = PAGE_BYTES // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,32 +41,54 @@ class Borrowed:
     offset: int
     """First element in the borrower's weight buffer, counted like the stage's own elements."""
 
+    def pages(self, piece: Piece) -> slice:
+        """What of the owner's array has this tensor's part of an overlapping piece, in whole pages of ``weight_hi``.
+
+        Where weights are read straight into the buffer, their room there is of whole pages too.
+        """
+        end = self.placed.offset + self.placed.spec.num_elements
+        first = self.placed.offset // PAGE_ELEMENTS * PAGE_ELEMENTS
+        return slice(max(piece.start, first), min(piece.stop, round_up(end, PAGE_ELEMENTS)))
+
+    def position(self, element: int) -> int:
+        """Where in the borrower's weight buffer an element of the owner's array lies."""
+        return self.offset + element - self.placed.offset
+
 
 def weight_elements(layout: StageLayout) -> int:
-    """float32 elements that a stage's own trainable tensors take in a weight or gradient buffer: whole pieces."""
+    """Elements that a stage's own trainable tensors take in a weight or gradient buffer: whole pieces."""
     return round_up(layout.num_elements, CHUNK_QUANTUM_ELEMENTS)
 
 
-def lay_out_borrowed(layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]]) -> tuple[Borrowed, ...]:
-    """Put the tensors that a stage borrows behind its own, on the same 64-element boundaries."""
+def lay_out_borrowed(
+    layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]], *, straight: bool = False
+) -> tuple[Borrowed, ...]:
+    """Put the tensors that a stage borrows behind its own, on the same 64-element boundaries.
+
+    ``straight``: as far behind the beginning of a page as in the owner's array, each with pages of its own.
+    """
     position = weight_elements(layout)
     borrowed: list[Borrowed] = []
     for owner, placed in lent:
-        borrowed.append(Borrowed(owner=owner, placed=placed, offset=position))
-        position = round_up(position + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
+        quantum = PAGE_ELEMENTS if straight else TENSOR_ALIGN_ELEMENTS
+        offset = position + (placed.offset % quantum)
+        borrowed.append(Borrowed(owner=owner, placed=placed, offset=offset))
+        position = round_up(offset + placed.spec.num_elements, quantum)
     return tuple(borrowed)
 
 
-def weight_bytes(layout: StageLayout, borrowed: Sequence[Borrowed], frozen: FrozenLayout) -> int:
-    """Bytes of a stage's weight buffer: own weights, borrowed ones, then the frozen part."""
-    return _float_bytes(layout, borrowed) + frozen.num_bytes
+def weight_bytes(
+    layout: StageLayout, borrowed: Sequence[Borrowed], frozen: FrozenLayout, dtype: str = "float32"
+) -> int:
+    """Bytes of a stage's weight buffer: own weights and borrowed ones in ``dtype``, then the frozen part."""
+    return _trained_bytes(layout, borrowed, dtype) + frozen.num_bytes
 
 
-def _float_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
+def _trained_bytes(layout: StageLayout, borrowed: Sequence[Borrowed], dtype: str) -> int:
     elements = weight_elements(layout)
     if borrowed:
         elements = borrowed[-1].offset + borrowed[-1].placed.spec.num_elements
-    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)
+    return round_up(elements * DTYPE_BYTES[dtype], PAGE_BYTES)
 
 
 class StateSlot:
@@ -126,20 +149,23 @@ class StagePlaces:
         weights: Tensor,
         gradients: Tensor,
         kept_frozen: Tensor | None,
+        dtype: str,
     ) -> None:
         self.layout = layout
         self.borrowed = tuple(borrowed)
         self.frozen_layout = frozen
-        floats = _float_bytes(layout, borrowed)
-        #: float32: own tensors at their layout offsets, then borrowed ones.
-        self.weights = weights[:floats].view(torch.float32)
-        part = weights[floats : floats + frozen.num_bytes]
+        trained = _trained_bytes(layout, borrowed, dtype)
+        #: In the dtype of the computation: own tensors at their layout offsets, then borrowed ones.
+        self.weights = weights[:trained].view(getattr(torch, dtype))
+        part = weights[trained : trained + frozen.num_bytes]
         #: uint8: frozen tensors as they are stored; behind the weights, or where they are kept from step to step.
         self.frozen = part[frozen.stored_from :] if kept_frozen is None else kept_frozen
         #: uint8: frozen tensors as they are computed with.
         self._computed = part if frozen.widens else self.frozen
         #: float32: gradients of own trainable tensors at their layout offsets.
         self.gradients = gradients.view(torch.float32)
+        #: float32: where a new store's values of own tensors are put, at their layout offsets.
+        self.initial = self.weights if self.weights.dtype is torch.float32 else self.gradients
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the stage by name, own and borrowed, as views with the tensor's shape."""
@@ -153,7 +179,7 @@ class StagePlaces:
 
     def stored(self) -> dict[str, Tensor]:
         """The stage's own tensors by name, as a new store is given them: frozen ones in the dtype they are kept in."""
-        views = {placed.spec.name: _shaped(self.weights, placed.offset, placed) for placed in self.layout.trainable}
+        views = {placed.spec.name: _shaped(self.initial, placed.offset, placed) for placed in self.layout.trainable}
         own = {placed.spec.name for placed in self.layout.frozen}
         views.update((name, view) for name, view in stored_tensors(self.frozen_layout, self.frozen) if name in own)
         return views
@@ -167,8 +193,16 @@ class StagePlaces:
         return _shaped(self.gradients, placed.offset, placed)
 
     def piece_weights(self, piece: Piece) -> Tensor:
-        """float32 view of one own piece in the weight buffer, padding included."""
+        """View of one own piece in the weight buffer, padding included."""
         return self.weights[piece.start : piece.stop]
+
+
+def put_weights(hi: Tensor, lo: Tensor, target: Tensor) -> None:
+    """Put weights, given as int16 halves, where they are computed with: in float32 merged, in bfloat16 hi alone."""
+    if target.dtype is torch.bfloat16:
+        target.view(torch.int16).copy_(hi)
+    else:
+        merge(hi, lo, target)
 
 
 def _shaped(flat: Tensor, offset: int, placed: PlacedTensor) -> Tensor:
@@ -186,8 +220,9 @@ class Places:
         borrowed: Sequence[Sequence[Borrowed]],
         frozen: Sequence[FrozenLayout],
         loans: Mapping[str, PlacedTensor],
+        dtype: str = "float32",
     ) -> None:
-        """``loans`` are the trainable tensors that some stage borrows, by name."""
+        """``loans`` are the trainable tensors that some stage borrows, by name; ``dtype`` is the computation's."""
         #: Freed by :meth:`close`.
         self.arena = Arena(memory.arena_bytes)
         weights = self.arena.lease(memory.weight_bytes, "weight buffers").tensor
@@ -198,8 +233,10 @@ class Places:
         ring = self.arena.lease(memory.ring_bytes, "staging and optimizer pieces").tensor
         #: uint8: staging and state slots together, which creation uses too.
         self.ring = ring
-        #: float32 scratch for one block of a weight's gradient.
-        self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(torch.float32)
+        #: Scratch for one block of a weight's gradient, in the dtype of the computation.
+        self.block = self.arena.lease(memory.demand.block_bytes, "a block of a gradient").tensor.view(
+            getattr(torch, dtype)
+        )
         activations = self.arena.lease(memory.activation_bytes, "boundary activations").tensor
         kept_region = self.arena.lease(memory.kept_bytes, "states kept from step to step").tensor
         #: What is kept of chunks, by stage and chunk.
@@ -231,6 +268,7 @@ class Places:
                     weights[start : start + size],
                     gradients[first : first + length],
                     kept_frozen.get(index),
+                    dtype,
                 )
             )
         #: Gradients that borrowers leave for the owner, by tensor name, with the tensor's shape.
@@ -252,19 +290,37 @@ class Places:
         self.activations = [activations[slot * size : (slot + 1) * size] for slot in range(memory.num_activations)]
 
     def put_weights(self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor) -> None:
-        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece."""
+        """Put a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece.
+
+        From both halves, int16, if weights are computed with in float32; in bfloat16 ``hi`` is all of it.
+        """
         places = self.stages[stage]
         if owner == stage:
-            merge(hi, lo, places.piece_weights(piece))
+            put_weights(hi, lo, places.piece_weights(piece))
             return
         for borrowed in places.borrowed:
             if borrowed.owner != owner or not piece.overlaps(borrowed.placed):
                 continue
             first = max(piece.start, borrowed.placed.offset)
             last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
-            target = borrowed.offset + first - borrowed.placed.offset
+            target = borrowed.position(first)
             source = slice(first - piece.start, last - piece.start)
-            merge(hi[source], lo[source], places.weights[target : target + last - first])
+            put_weights(hi[source], lo[source], places.weights[target : target + last - first])
+
+    def weight_targets(self, stage: int, owner: int, piece: Piece) -> list[tuple[slice, Tensor]]:
+        """Where ``weight_hi`` of a piece of ``owner`` is read straight to, in whole pages: elements of the owner's
+        array, and uint8 views of the weight buffer of ``stage``, which computes in bfloat16.
+        """
+        places = self.stages[stage]
+        if owner == stage:
+            return [(slice(piece.start, piece.stop), places.piece_weights(piece).view(torch.uint8))]
+        found = []
+        for lent in places.borrowed:
+            if lent.owner == owner and piece.overlaps(lent.placed):
+                pages = lent.pages(piece)
+                target = slice(lent.position(pages.start), lent.position(pages.stop))
+                found.append((pages, places.weights[target].view(torch.uint8)))
+        return found
 
     def close(self) -> None:
         """Free the arena; the views must not be used any more."""
@@ -283,4 +339,4 @@ def loan_bytes(loans: Mapping[str, PlacedTensor]) -> int:
     elements = 0
     for placed in loans.values():
         elements = round_up(elements + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
-    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)
+    return round_up(elements * GRADIENT_BYTES, PAGE_BYTES)

@@ -15,7 +15,8 @@ import torch
 
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
-from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.config import Dtype, TrainerConfig
+from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
@@ -32,7 +33,7 @@ from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.errors import StoreRefusedError
-from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
+from hoist.tiers.layout import DTYPE_BYTES, MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Setup:
     """Slots that each chunk of a new store gets."""
     speculative: bool
     """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
+    dtype: Dtype = "float32"
+    """What layers compute with."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -90,7 +93,12 @@ class Setup:
     def places(self) -> Places:
         """Allocate the arena and carve it up."""
         return Places(
-            memory=self.memory, layouts=self.layouts, borrowed=self.borrowed, frozen=self.frozen, loans=self.loans
+            memory=self.memory,
+            layouts=self.layouts,
+            borrowed=self.borrowed,
+            frozen=self.frozen,
+            loans=self.loans,
+            dtype=self.dtype,
         )
 
     def shapes(self) -> tuple[StageShape, ...]:
@@ -156,19 +164,30 @@ def lay_out_stages(model: StagedModel, *, max_chunk_elements: int = MAX_CHUNK_EL
 def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerConfig) -> Setup:
     """Size everything for a budget. Raises BudgetError, with nothing allocated, if it is too small.
 
-    Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model.
+    Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model
+    or it was built for another dtype.
     """
     model.check_free()
+    if model.dtype != config.dtype:
+        raise ConfigError(
+            f"dtype: the model was built to compute in {model.dtype}, not in {config.dtype}; build it with "
+            f"dtype={config.dtype}"
+        )
+    straight = config.dtype == "bfloat16"
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
     fixed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.frozen}
     owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in (*layout.trainable, *layout.frozen)}
     borrowed = tuple(
-        lay_out_borrowed(layout, [(owner_of[name], placed[name]) for name in stage.borrowed if name in placed])
+        lay_out_borrowed(
+            layout, [(owner_of[name], placed[name]) for name in stage.borrowed if name in placed], straight=straight
+        )
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     frozen = tuple(
-        lay_out_frozen(layout, [(owner_of[name], fixed[name]) for name in stage.borrowed if name in fixed])
+        lay_out_frozen(
+            layout, [(owner_of[name], fixed[name]) for name in stage.borrowed if name in fixed], dtype=config.dtype
+        )
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
@@ -186,7 +205,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
         stages=tuple(
             StageBytes(
                 name=layout.name,
-                weights=weight_bytes(layout, lent, kept),
+                weights=weight_bytes(layout, lent, kept, config.dtype),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
                 workspace=space + in_heap // HEAP_WASTE + packing,
             )
@@ -195,13 +214,14 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
             )
         ),
         loan_bytes=loan_bytes(loans),
-        block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
+        block_bytes=round_up(DTYPE_BYTES[config.dtype] * largest_block, PAGE_BYTES),
         activation_bytes=round_up(found.boundary_bytes, PAGE_BYTES),
         num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
         context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
+        straight=straight,
     )
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
     num_pinned = 0
@@ -254,6 +274,7 @@ def _divide(
         delayed_from=delayed_from,
         num_slots=config.num_slots,
         speculative=config.speculates,
+        dtype=config.dtype,
     )
 
 
@@ -289,7 +310,8 @@ def _keepable(
     shapes = _shapes(layouts, borrowed, frozen, least.piece_elements)
     delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
     delays = any(first < shape.num_pieces for first, shape in zip(delayed_from, shapes, strict=True))
-    buffers = replace(least.buffers(delayed_from), rereads_weights=config.verify_reads)
+    buffers = least.buffers(delayed_from)
+    buffers = replace(buffers, rereads_weights=buffers.rereads_weights or config.verify_reads)
     # In layer-major order loads do not depend on the number of micro-batches; then the fewest make the shortest plan.
     if config.plan == "vertical":
         plan = vertical(shapes, 1, buffers, cold=False, pending=delays)
