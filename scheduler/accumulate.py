@@ -16,18 +16,34 @@ from torch.overrides import TorchFunctionMode
 
 #: A block of a weight's gradient is about this large (bytes) and has at least so many rows.
 BLOCK_BYTES = 4 * 2**20
+#: Elements of a 16-bit gradient that are added to a float32 sum at once: torch widens them into a temporary on a CPU.
+_WIDENED_ELEMENTS = 2**16
 MIN_BLOCK_ROWS = 256
 #: Blocks are cut on multiples of this many rows, which no kernel's tile exceeds.
 ROW_QUANTUM = 64
 
 
 class Target:
-    """Where one weight's gradient goes. ``values`` has the weight's shape; ``touched`` says if it is a sum already."""
+    """Where one weight's gradient goes. ``values``, float32, has the weight's shape; ``touched``: it is a sum already.
+
+    The sum is a float32 whatever is computed with: a bfloat16 gradient of each micro-batch, as autograd rounds it, is
+    added to it.
+    """
 
     def __init__(self, values: Tensor, touched: Callable[[], bool]) -> None:
         self.values = values
         #: Called once for each gradient that arrives: False for the step's first, which replaces what was there.
         self.touched = touched
+
+
+def add_to(values: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to float32 sums of its shape, element by element; a 16-bit one with no large temporary."""
+    if gradient.dtype == values.dtype or gradient.is_cuda or gradient.numel() <= _WIDENED_ELEMENTS:
+        values.add_(gradient)
+        return
+    rows = max(1, _WIDENED_ELEMENTS * gradient.shape[0] // gradient.numel())
+    for into, part in zip(values.split(rows), gradient.split(rows), strict=True):
+        into.add_(part)
 
 
 def row_cuts(num_rows: int, num_columns: int) -> Sequence[tuple[int, int]]:
@@ -61,11 +77,15 @@ class _Linear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, weight.shape[0])
         inputs = source.reshape(-1, weight.shape[1])
         values = ctx.target.values
-        if ctx.target.touched():
+        is_sum = ctx.target.touched()
+        if is_sum or values.dtype != weight.dtype:
             for start, stop in row_cuts(*weight.shape):
                 part = ctx.block[: (stop - start) * weight.shape[1]].view(stop - start, weight.shape[1])
                 torch.mm(gradient[:, start:stop].t(), inputs, out=part)
-                values[start:stop].add_(part)
+                if is_sum:
+                    add_to(values[start:stop], part)
+                else:
+                    values[start:stop].copy_(part)
         else:
             torch.mm(gradient.t(), inputs, out=values)
         source_gradient = gradient.mm(weight).view(source.shape) if ctx.needs_input_grad[0] else None
@@ -96,7 +116,7 @@ class _Embedding(torch.autograd.Function):
         values = ctx.target.values
         if not ctx.target.touched():
             values.zero_()
-        values.index_add_(0, rows, sums)
+        values.index_add_(0, rows, sums.to(values.dtype))
         return None, None, None, None
 
 
@@ -109,7 +129,10 @@ class DirectGradients(TorchFunctionMode):
     """
 
     def __init__(self, targets: Mapping[Tensor, Target], block: Tensor) -> None:
-        """``targets`` by Parameter (identity); ``block``: float32 scratch of the largest :func:`block_elements`."""
+        """``targets`` by Parameter (identity).
+
+        ``block``: scratch of the largest :func:`block_elements` in the weights' dtype.
+        """
         super().__init__()
         self._targets = dict(targets)
         self._block = block

@@ -123,11 +123,12 @@ def _fill(
     done = 0
     # Little may be trained: then gradients are too small to stage a checkpoint's tensors in, and the slots that stages
     # are written from must do, in turn.
-    overlaps = places.gradient_region.nbytes >= min(_STAGING_BYTES, places.ring.nbytes)
+    # Where stages compute in bfloat16 gradients are where the values are put: neighbours may share that place.
+    overlaps = setup.dtype == "float32" and places.gradient_region.nbytes >= min(_STAGING_BYTES, places.ring.nbytes)
 
     def fill(stage: Stage) -> None:
         stage_places = places.stages[stage.index]
-        _zero_gaps(stage_places.weights, setup.layouts[stage.index])
+        _zero_gaps(stage_places.initial, setup.layouts[stage.index])
         stage_places.frozen.zero_()
         owned = stage_places.stored()
         source(stage, owned, places.gradient_region if overlaps else places.ring)
@@ -143,7 +144,7 @@ def _fill(
     def write(layout: StageLayout) -> None:
         stage_places = places.stages[layout.index]
         frozen = stage_places.frozen[: layout.frozen_bytes]
-        _write_stage(store, layout, stage_places.weights, frozen, places.states, engine, setup, advance)
+        _write_stage(store, layout, stage_places.initial, frozen, places.states, engine, setup, advance)
 
     try:
         # While a stage is written, the next is filled: neighbours have different weight buffers. Leaving waits for it.

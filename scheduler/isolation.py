@@ -118,7 +118,7 @@ def _differ(apart: Tensor, together: Tensor, alone: Tensor) -> bool:
 
 def _signature(model: StagedModel, stage: Stage) -> object:
     """Layers that agree in this and in how they are called are one kind."""
-    return tuple((name in stage.borrowed, spec.shape, spec.compute_dtype) for name, spec in model.used_by(stage))
+    return tuple((name in stage.borrowed, spec.shape, spec.compute_dtype()) for name, spec in model.used_by(stage))
 
 
 def _calls(context: Context, layer: LayerStage) -> object:
@@ -135,10 +135,13 @@ def _calls(context: Context, layer: LayerStage) -> object:
 
 
 def _made_up(model: StagedModel, stage: Stage) -> dict[str, Tensor]:
-    """Values for all that a stage uses: different in every row and column; vectors and matrices take no memory."""
+    """Values for all that a stage uses: different in every row and column; vectors and matrices take no memory.
+
+    Float32 whatever the model is built for: in bfloat16 rounding would hide a leak, or look like one.
+    """
     values: dict[str, Tensor] = {}
     for name, spec in model.used_by(stage):
-        dtype: torch.dtype = getattr(torch, spec.compute_dtype)
+        dtype: torch.dtype = getattr(torch, spec.compute_dtype())
         if not dtype.is_floating_point or not spec.shape:
             values[name] = torch.ones(spec.shape, dtype=dtype)
             continue

@@ -50,7 +50,7 @@ class StageBytes:
 
     name: str
     weights: int
-    """Compute weights (fp32, own and borrowed) and frozen tensors."""
+    """Compute weights, own and borrowed, in the dtype of the computation, and frozen tensors."""
     gradients: int
     """fp32 gradients of its own trainable tensors; 0 if it has none."""
     workspace: int
@@ -82,6 +82,8 @@ class Demand:
     separate: bool = False
     """What computes has memory of its own, with its own budget: weight and gradient buffers, loans, staging,
     activations and workspace are there; states, and gradients on their way to updates, in host memory."""
+    straight: bool = False
+    """Weights are computed with in bfloat16 and read straight into their buffers: nothing is staged."""
     keepable: tuple[Candidate, ...] = ()
     """What may stay in host memory from step to step, the best first, after those that must stay."""
     num_pinned: int = 0
@@ -347,6 +349,8 @@ class MemoryPlan:
             num_states=self.num_states,
             num_activations=self.num_activations,
             speculative=speculative,
+            straight_weights=self.demand.straight,
+            rereads_weights=self.demand.straight,
             kept_weights=kept.weights,
             kept_moments=kept.moments,
             kept_frozen=kept.frozen,
@@ -381,7 +385,7 @@ def smallest(demand: Demand) -> MemoryPlan:
     return MemoryPlan(
         demand=demand,
         piece_elements=min(_smallest_piece(demand), demand.max_piece_elements),
-        num_staging=MIN_SLOTS,
+        num_staging=0 if demand.straight else MIN_SLOTS,
         num_states=MIN_SLOTS,
         num_activations=min(MIN_ACTIVATION_SLOTS, demand.num_boundaries),
         num_gradient_buffers=1,
@@ -508,7 +512,7 @@ def _next_ring(plan: MemoryPlan) -> MemoryPlan:
     Slots come first: with more of them, reading, updating and writing overlap; larger pieces only save requests.
     """
     slots = min(MAX_SLOTS, max(plan.num_staging, plan.num_states) + 1)
-    more = replace(plan, num_staging=slots, num_states=slots)
+    more = replace(plan, num_staging=0 if plan.demand.straight else slots, num_states=slots)
     larger = replace(plan, piece_elements=min(plan.demand.max_piece_elements, 2 * plan.piece_elements))
     enlarged = plan.piece_elements > smallest(plan.demand).piece_elements
     if larger == plan or (more != plan and (plan.num_states == MIN_SLOTS or enlarged)):

@@ -45,7 +45,8 @@ def build_model(
     Args:
         attention: attention implementation; where a family has no ``sdpa``, ``eager`` is used and logged.
         dropout: sets every dropout probability, 0 also LayerDrop; None honours the config's.
-        dtype: dtype of the computation, which masks and absent weights get.
+        dtype: dtype of the computation, which masks and absent weights get. Persistent buffers are built as in
+            float32, since a store's contents do not depend on what is computed with.
 
     Raises:
         ConfigError: ``attention`` or ``dropout`` is not allowed.
@@ -72,7 +73,8 @@ def build_model(
             vars(module)["gradient_checkpointing"] = False
         if dropout is not None and isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = dropout
-    _materialize_buffers(model)
+    _materialize_buffers(model, dtype)
+    _widen_persistent_buffers(model, dtype)
     make_absent(model)
     return model
 
@@ -254,7 +256,18 @@ def _modules_with_owner(model: PreTrainedModel) -> list[tuple[nn.Module, PreTrai
     return found
 
 
-def _materialize_buffers(model: PreTrainedModel) -> None:
+def _widen_persistent_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make float32 ones, on meta, of persistent buffers that were made in a 16-bit ``dtype``."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return
+    for places in shared_locations(model):
+        buffer = places[0].get()
+        if not places[0].is_parameter and buffer.dtype == dtype:
+            for place in places:
+                place.set(buffer.float())
+
+
+def _materialize_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give every non-persistent buffer on meta its value, by the owning model's ``_init_weights``.
 
     Weights are still on meta, where writing to them is harmless. Each buffer is filled twice, over different contents:
@@ -278,12 +291,12 @@ def _materialize_buffers(model: PreTrainedModel) -> None:
             if not torch.equal(first, results[1][name]):
                 unfilled.append((module, names[id(module)], name))
     if unfilled:
-        constructed = dict(_with_real_buffers(model).named_modules())
+        constructed = dict(_with_real_buffers(model, dtype).named_modules())
         for module, path, name in unfilled:
             module._buffers[name] = constructed[path]._buffers[name]
 
 
-def _with_real_buffers(model: PreTrainedModel) -> PreTrainedModel:
+def _with_real_buffers(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model constructed once more, each parameter put on meta as soon as it is made: its buffers are real."""
     register = nn.Module.register_parameter
 
@@ -294,12 +307,15 @@ def _with_real_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
     patched: Any = nn.Module  # what nn.Module calls for each parameter
     patched.register_parameter = on_meta
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         with private_rng(), hf_initialization.no_init_weights():
             made: PreTrainedModel = type(model)(copy.deepcopy(model.config))
             return made
     finally:
         patched.register_parameter = register
+        torch.set_default_dtype(default)
 
 
 def _filled(like: torch.Tensor, fill_high: bool) -> torch.Tensor:

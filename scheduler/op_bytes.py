@@ -62,7 +62,7 @@ class OpBytes:
         piece = self.piece(op)
         match op.kind:
             case Kind.READ_WEIGHTS:
-                return _read(*_array_bytes(WEIGHT_ARRAYS, piece))
+                return _read(*(self._straight_bytes(op) if op.slot < 0 else _array_bytes(WEIGHT_ARRAYS, piece)))
             case Kind.READ_KEPT:
                 return _read(*_array_bytes(self.kept_arrays(op.stage, piece.chunk), piece))
             case Kind.STASH_GRADIENT:
@@ -81,6 +81,16 @@ class OpBytes:
     def piece(self, op: Op) -> Piece:
         """The piece that an op is about: its owner's, where a stage uses a tensor of another one."""
         return self.pieces[op.stage if op.owner < 0 else op.owner][op.piece]
+
+    def _straight_bytes(self, op: Op) -> list[int]:
+        """Of the first half of a piece's weights: all of it, or the pages that a borrower needs."""
+        itemsize = StateArray.WEIGHT_HI.itemsize
+        piece = self.piece(op)
+        if op.stage == op.owner:
+            return [itemsize * piece.num_elements]
+        lent = [each for each in self._setup.borrowed[op.stage] if each.owner == op.owner]
+        pages = [each.pages(piece) for each in lent if piece.overlaps(each.placed)]
+        return [itemsize * (each.stop - each.start) for each in pages]
 
     def kept_arrays(self, stage: int, chunk: int) -> tuple[StateArray, ...]:
         """What of a chunk stays in memory between commits."""

@@ -33,13 +33,15 @@ class Kind(Enum):
     ACQUIRE = auto()
     """The weight buffer of ``stage`` changes hands: whoever used it before has let go."""
     READ_WEIGHTS = auto()
-    """NVMe -> staging slot: both halves of the weights of one piece of ``owner``."""
+    """NVMe -> staging slot: both halves of the weights of one piece of ``owner``; or without a slot (-1), where weights
+    are computed with in bfloat16, NVMe -> weight buffer of ``stage``: the first half, which is all that it takes."""
     MERGE = auto()
     """Staging slot, or where the weights are kept (``slot`` -1) -> weight buffer of ``stage``."""
     READ_FROZEN = auto()
     """NVMe -> weight buffer: the frozen tensors and buffers of ``stage``, own and borrowed, in their own dtypes."""
     WIDEN = auto()
-    """Within the weight buffer of ``stage``, or from where they are kept: frozen weights of 16 bits become float32."""
+    """Within the weight buffer of ``stage``, or from where they are kept: frozen weights that are stored in another
+    dtype than they are computed with become such."""
     READ_KEPT = auto()
     """NVMe -> host memory: the arrays of one piece of ``stage`` that stay there from step to step; once a run."""
     BIND = auto()
@@ -190,7 +192,7 @@ class Op:
     micro_batch: int = -1
     piece: int = -1
     slot: int = -1
-    """Staging, state or activation slot; for ops that compute the slot of the stage's input (-1: none)."""
+    """Staging, state or activation slot (-1: none); for ops that compute the slot of the stage's input (-1: none)."""
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
     owner: int = -1

@@ -26,6 +26,7 @@ from hoist.tiers.device import Device
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.layout import (
     CHUNK_QUANTUM_ELEMENTS,
+    DTYPE_BYTES,
     TENSOR_ALIGN_ELEMENTS,
     Piece,
     PlacedTensor,
@@ -33,9 +34,9 @@ from hoist.tiers.layout import (
     round_up,
 )
 
-#: The compute copy of weights is float32 (many CPUs multiply bf16 far slower).
-COMPUTE_BYTES = 4
 PAGE_BYTES = 4096
+#: Elements of ``weight_hi`` in a page: what is read straight into a weight buffer is made of these.
+PAGE_ELEMENTS = PAGE_BYTES // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,32 +49,54 @@ class Borrowed:
     offset: int
     """First element in the borrower's weight buffer, counted like the stage's own elements."""
 
+    def pages(self, piece: Piece) -> slice:
+        """What of the owner's array has this tensor's part of an overlapping piece, in whole pages of ``weight_hi``.
+
+        Where weights are read straight into the buffer, their room there is of whole pages too.
+        """
+        end = self.placed.offset + self.placed.spec.num_elements
+        first = self.placed.offset // PAGE_ELEMENTS * PAGE_ELEMENTS
+        return slice(max(piece.start, first), min(piece.stop, round_up(end, PAGE_ELEMENTS)))
+
+    def position(self, element: int) -> int:
+        """Where in the borrower's weight buffer an element of the owner's array lies."""
+        return self.offset + element - self.placed.offset
+
 
 def weight_elements(layout: StageLayout) -> int:
-    """float32 elements that a stage's own trainable tensors take in a weight or gradient buffer: whole pieces."""
+    """Elements that a stage's own trainable tensors take in a weight or gradient buffer: whole pieces."""
     return round_up(layout.num_elements, CHUNK_QUANTUM_ELEMENTS)
 
 
-def lay_out_borrowed(layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]]) -> tuple[Borrowed, ...]:
-    """Put the tensors that a stage borrows behind its own, on the same 64-element boundaries."""
+def lay_out_borrowed(
+    layout: StageLayout, lent: Sequence[tuple[int, PlacedTensor]], *, straight: bool = False
+) -> tuple[Borrowed, ...]:
+    """Put the tensors that a stage borrows behind its own, on the same 64-element boundaries.
+
+    ``straight``: as far behind the beginning of a page as in the owner's array, each with pages of its own.
+    """
     position = weight_elements(layout)
     borrowed: list[Borrowed] = []
     for owner, placed in lent:
-        borrowed.append(Borrowed(owner=owner, placed=placed, offset=position))
-        position = round_up(position + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
+        quantum = PAGE_ELEMENTS if straight else TENSOR_ALIGN_ELEMENTS
+        offset = position + (placed.offset % quantum)
+        borrowed.append(Borrowed(owner=owner, placed=placed, offset=offset))
+        position = round_up(offset + placed.spec.num_elements, quantum)
     return tuple(borrowed)
 
 
-def weight_bytes(layout: StageLayout, borrowed: Sequence[Borrowed], frozen: FrozenLayout) -> int:
-    """Bytes of a stage's weight buffer: own weights, borrowed ones, then the frozen part."""
-    return _float_bytes(layout, borrowed) + frozen.num_bytes
+def weight_bytes(
+    layout: StageLayout, borrowed: Sequence[Borrowed], frozen: FrozenLayout, dtype: str = "float32"
+) -> int:
+    """Bytes of a stage's weight buffer: own weights and borrowed ones in ``dtype``, then the frozen part."""
+    return _trained_bytes(layout, borrowed, dtype) + frozen.num_bytes
 
 
-def _float_bytes(layout: StageLayout, borrowed: Sequence[Borrowed]) -> int:
+def _trained_bytes(layout: StageLayout, borrowed: Sequence[Borrowed], dtype: str) -> int:
     elements = weight_elements(layout)
     if borrowed:
         elements = borrowed[-1].offset + borrowed[-1].placed.spec.num_elements
-    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)
+    return round_up(elements * DTYPE_BYTES[dtype], PAGE_BYTES)
 
 
 class StateSlot:
@@ -135,6 +158,7 @@ class StagePlaces:
         gradients: Tensor,
         kept_frozen: Tensor | None,
         host_gradients: Tensor | None,
+        dtype: str,
     ) -> None:
         """``host_gradients``: where gradients wait for updates, if a separate device has ``weights`` and ``gradients``.
 
@@ -143,10 +167,10 @@ class StagePlaces:
         self.layout = layout
         self.borrowed = tuple(borrowed)
         self.frozen_layout = frozen
-        floats = _float_bytes(layout, borrowed)
-        #: float32: own tensors at their layout offsets, then borrowed ones.
-        self.weights = weights[:floats].view(torch.float32)
-        part = weights[floats : floats + frozen.num_bytes]
+        trained = _trained_bytes(layout, borrowed, dtype)
+        #: In the dtype of the computation: own tensors at their layout offsets, then borrowed ones.
+        self.weights = weights[:trained].view(getattr(torch, dtype))
+        part = weights[trained : trained + frozen.num_bytes]
         #: uint8: frozen tensors as they are stored; behind the weights, or where they are kept from step to step.
         self.frozen = part[frozen.stored_from :] if kept_frozen is None else kept_frozen
         #: uint8: frozen tensors as they are computed with.
@@ -155,6 +179,8 @@ class StagePlaces:
         self.gradients = gradients.view(torch.float32)
         #: The same where norms and updates take them.
         self.waiting_gradients = self.gradients if host_gradients is None else host_gradients.view(torch.float32)
+        #: float32: where a new store's values of own tensors are put, at their layout offsets.
+        self.initial = self.weights if self.weights.dtype is torch.float32 else self.gradients
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the stage by name, own and borrowed, as views with the tensor's shape."""
@@ -168,7 +194,7 @@ class StagePlaces:
 
     def stored(self) -> dict[str, Tensor]:
         """The stage's own tensors by name, as a new store is given them: frozen ones in the dtype they are kept in."""
-        views = {placed.spec.name: _shaped(self.weights, placed.offset, placed) for placed in self.layout.trainable}
+        views = {placed.spec.name: _shaped(self.initial, placed.offset, placed) for placed in self.layout.trainable}
         own = {placed.spec.name for placed in self.layout.frozen}
         views.update((name, view) for name, view in stored_tensors(self.frozen_layout, self.frozen) if name in own)
         return views
@@ -186,8 +212,16 @@ class StagePlaces:
         return _shaped(self.waiting_gradients, placed.offset, placed)
 
     def piece_weights(self, piece: Piece) -> Tensor:
-        """float32 view of one own piece in the weight buffer, padding included."""
+        """View of one own piece in the weight buffer, padding included."""
         return self.weights[piece.start : piece.stop]
+
+
+def put_weights(hi: Tensor, lo: Tensor, target: Tensor) -> None:
+    """Put weights, given as int16 halves, where they are computed with: in float32 merged, in bfloat16 hi alone."""
+    if target.dtype is torch.bfloat16:
+        target.view(torch.int16).copy_(hi)
+    else:
+        merge(hi, lo, target)
 
 
 def _shaped(flat: Tensor, offset: int, placed: PlacedTensor) -> Tensor:
@@ -219,8 +253,9 @@ class Places:
         frozen: Sequence[FrozenLayout],
         loans: Mapping[str, PlacedTensor],
         device: Device,
+        dtype: str = "float32",
     ) -> None:
-        """``loans`` are the trainable tensors that some stage borrows, by name.
+        """``loans`` are the trainable tensors that some stage borrows, by name; ``dtype`` is the computation's.
 
         With a separate ``device`` the arena is pinned for it. Raises BudgetError, with nothing left allocated, if the
         system or the device refuses the memory.
@@ -236,7 +271,7 @@ class Places:
             if self._separate:
                 device.pin(self.arena.bytes_at(0, round_up(memory.arena_bytes, PAGE_BYTES)))
                 computing = _Regions(device.allocate(memory.region_bytes, "buffers"))
-            self._carve(memory, layouts, borrowed, frozen, loans, host, computing)
+            self._carve(memory, layouts, borrowed, frozen, loans, host, computing, dtype)
         except BaseException:
             self._free_arena()
             raise
@@ -250,12 +285,13 @@ class Places:
         loans: Mapping[str, PlacedTensor],
         host: _Regions,
         computing: _Regions,
+        dtype: str,
     ) -> None:
         weights = computing.take(memory.weight_bytes)
         gradients = computing.take(memory.gradients.num_bytes)
         loan_region = computing.take(memory.demand.loan_bytes).view(torch.float32)
-        #: float32 scratch for one block of a weight's gradient.
-        self.block = computing.take(memory.demand.block_bytes).view(torch.float32)
+        #: Scratch for one block of a weight's gradient, in the dtype of the computation.
+        self.block = computing.take(memory.demand.block_bytes).view(getattr(torch, dtype))
         activations = computing.take(memory.activation_bytes)
         kept_region = host.take(memory.kept_bytes)
         host_gradients = host.take(memory.host_gradients.num_bytes) if self._separate else None
@@ -305,6 +341,7 @@ class Places:
                     gradients[first : first + length],
                     kept_frozen.get(index),
                     None if host_gradients is None else host_gradients[waiting : waiting + length],
+                    dtype,
                 )
             )
         #: Gradients that borrowers leave for the owner, by tensor name, with the tensor's shape.
@@ -329,8 +366,9 @@ class Places:
     def put_weights(
         self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor, *, from_host: bool = True
     ) -> None:
-        """Merge a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece.
+        """Put a piece of ``owner`` into the weight buffer of ``stage``: its own, or what it borrows of the piece.
 
+        From both halves, int16, if weights are computed with in float32; in bfloat16 ``hi`` is all of it.
         ``from_host``: the halves are in host memory. If the buffer is a separate device's, this is work for its stream
         of uploads.
         """
@@ -343,13 +381,16 @@ class Places:
                 continue
             first = max(piece.start, borrowed.placed.offset)
             last = min(piece.stop, borrowed.placed.offset + borrowed.placed.spec.num_elements)
-            target = borrowed.offset + first - borrowed.placed.offset
+            target = borrowed.position(first)
             source = slice(first - piece.start, last - piece.start)
             self._merge(hi[source], lo[source], places.weights[target : target + last - first], from_host=from_host)
 
     def _merge(self, hi: Tensor, lo: Tensor, out: Tensor, *, from_host: bool) -> None:
         if not self._separate:
-            merge(hi, lo, out)
+            put_weights(hi, lo, out)
+            return
+        if out.dtype is not torch.float32:
+            out.view(torch.int16).copy_(hi, non_blocking=True)
             return
         length = out.numel()
         scratch = self._upload[: 4 * length].view(torch.int32)
@@ -359,6 +400,21 @@ class Places:
             halves[length:].copy_(lo, non_blocking=True)
             hi, lo = halves[:length], halves[length:]
         merge_block(hi, lo, out.view(torch.int32), scratch)
+
+    def weight_targets(self, stage: int, owner: int, piece: Piece) -> list[tuple[slice, Tensor]]:
+        """Where ``weight_hi`` of a piece of ``owner`` is read straight to, in whole pages: elements of the owner's
+        array, and uint8 views of the weight buffer of ``stage``, which computes in bfloat16.
+        """
+        places = self.stages[stage]
+        if owner == stage:
+            return [(slice(piece.start, piece.stop), places.piece_weights(piece).view(torch.uint8))]
+        found = []
+        for lent in places.borrowed:
+            if lent.owner == owner and piece.overlaps(lent.placed):
+                pages = lent.pages(piece)
+                target = slice(lent.position(pages.start), lent.position(pages.stop))
+                found.append((pages, places.weights[target].view(torch.uint8)))
+        return found
 
     def widen(self, stage: int) -> None:
         """Bring the frozen tensors of a stage, which have been read, to the form that is computed with.
@@ -389,4 +445,4 @@ def loan_bytes(loans: Mapping[str, PlacedTensor]) -> int:
     elements = 0
     for placed in loans.values():
         elements = round_up(elements + placed.spec.num_elements, TENSOR_ALIGN_ELEMENTS)
-    return round_up(elements * COMPUTE_BYTES, PAGE_BYTES)
+    return round_up(elements * GRADIENT_BYTES, PAGE_BYTES)

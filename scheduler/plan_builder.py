@@ -234,12 +234,16 @@ class PlanBuilder:
                     self.emit(Kind.READ_KEPT, reads=(weights,), writes=(kept,), stage=owner, piece=piece)
                 self.emit(Kind.MERGE, reads=(kept, weights), stage=stage, owner=owner, piece=piece)
                 continue
-            slot = self.next_staging
-            self.next_staging = (slot + 1) % self.buffers.num_staging
-            staging = Resource(Part.STAGING, slot)
             # A chunk turns to its new slot as a whole, so a piece may be read once all of its chunk has been written.
             # That is one op's to wait for: if every piece waited for every other, dependencies would be quadratic.
             stored = (Resource(Part.STATE, owner, piece), Resource(Part.CHUNK, owner, self.stages[owner].chunks[piece]))
+            if self.buffers.straight_weights:
+                # Like the frozen tensors: loads of one stage fill different parts of its buffer, in any order.
+                self.emit(Kind.READ_WEIGHTS, reads=(*stored, weights), stage=stage, owner=owner, piece=piece)
+                continue
+            slot = self.next_staging
+            self.next_staging = (slot + 1) % self.buffers.num_staging
+            staging = Resource(Part.STAGING, slot)
             common: _Numbers = {"stage": stage, "owner": owner, "piece": piece, "slot": slot}
             self.emit(Kind.READ_WEIGHTS, common, reads=stored, writes=(staging,))
             self.emit(Kind.MERGE, common, reads=(staging, weights))

@@ -45,10 +45,11 @@ class Buffers:
     speculative: bool = False
     """The other updates are made before it is known whether the gradients must be scaled, and made again if so."""
     rereads_weights: bool = False
-    """Every update reads its weights from NVMe, also where a weight buffer still holds them. For `read_check.py`, which
-    checks what is read for updates, and nothing else."""
+    """Every update reads its weights from NVMe, also where a weight buffer still holds them: for `read_check.py`, which
+    checks what is read for updates, and where the buffer has half of each weight alone."""
     straight_weights: bool = False
-    """What is computed with is ``weight_hi`` as it is stored: it is read from NVMe straight into the weight buffer."""
+    """What is computed with is ``weight_hi`` as it is stored: it is read from NVMe straight into the weight buffer.
+    Then ``rereads_weights`` must be set."""
     separate: bool = False
     """Weights, gradients and activations lie in a device's own memory: gradients are brought to host memory before they
     are used, and new weights of updates brought to the device after."""
@@ -61,7 +62,7 @@ class Buffers:
     kept_frozen: frozenset[int] = frozenset()
     """Stages whose frozen tensors stay in host memory."""
     num_staging: int
-    """Staging slots; at least 1."""
+    """Staging slots; at least 1, unless weights are read straight."""
     num_states: int
     """Optimizer state slots; at least 1."""
     num_activations: int
@@ -80,8 +81,10 @@ class Buffers:
     def __post_init__(self) -> None:
         if any(left == right for left, right in zip(self.weights, self.weights[1:], strict=False)):
             raise ValueError("neighbouring stages must have different weight buffers")
-        if self.num_staging < 1 or self.num_states < 1:
+        if (self.num_staging < 1 and not self.straight_weights) or self.num_states < 1:
             raise ValueError("at least one staging and one state slot are needed")
+        if self.straight_weights and not self.rereads_weights:
+            raise ValueError("weights that are read straight into their buffers must be read again for updates")
         for stage, chunks in enumerate(self.kept_moments):
             if not chunks <= self.kept_weights[stage]:
                 raise ValueError(f"stage {stage}: moments are kept only of chunks whose weights are kept")

@@ -5,7 +5,7 @@ Pure arithmetic on a plan's ops. How many of them fit is `memory.py`'s business;
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -59,12 +59,13 @@ def candidates(
     chunks. Among equals the chunks of all stages take turns, so that what is left to be read and written is spread
     over the step and hides behind all of it; a stage's last chunks come first, those that a delay takes first.
     """
-    loads: Counter[tuple[int, int]] = Counter()
+    loads: defaultdict[tuple[int, int], float] = defaultdict(float)
     for op in plan.ops:
         if op.kind is Kind.READ_STATES and not op.loaded and not op.redo:
             loads[op.stage, shapes[op.stage].chunks[op.piece]] += 1
         elif op.kind is Kind.READ_WEIGHTS:
-            loads[op.owner, shapes[op.owner].chunks[op.piece]] += 1
+            # Without a slot it is the first half of each weight that is read.
+            loads[op.owner, shapes[op.owner].chunks[op.piece]] += 0.5 if op.slot < 0 else 1
         elif op.kind is Kind.READ_FROZEN:
             loads[op.stage, FROZEN_PIECE] += 1
     found: list[Candidate] = []
@@ -82,7 +83,7 @@ def candidates(
                 )
         if frozen_bytes[stage]:
             num_bytes = frozen_bytes[stage]
-            saved_bytes = num_bytes * loads[stage, FROZEN_PIECE]
+            saved_bytes = int(num_bytes * loads[stage, FROZEN_PIECE])
             found.append(
                 Candidate(
                     keep=Keep.FROZEN, stage=stage, chunk=FROZEN_PIECE, num_bytes=num_bytes, saved_bytes=saved_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hoist.optim.adamw import AdamWHyperparameters
-from hoist.scheduler.accumulate import DirectGradients, Target
+from hoist.scheduler.accumulate import DirectGradients, Target, add_to
 from hoist.scheduler.boundary import as_leaves, has_gradient, keep_gradients, pack, unpack
 from hoist.scheduler.compiling import CompiledLayers, explained
 from hoist.scheduler.completion import Join, then
@@ -36,7 +36,7 @@ from hoist.tiers import heap
 from hoist.tiers.device import Device
 from hoist.tiers.device import Mark as DeviceMark
 from hoist.tiers.errors import TransferError
-from hoist.tiers.format import WEIGHT_ARRAYS
+from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
 from hoist.tiers.manager import Item, ItemKind, Manager, State
@@ -52,7 +52,7 @@ def accumulate_into(target: Target) -> Callable[[Tensor], None]:
             return
         # The first gradient is put, not added to zeros, as autograd does: 0.0 + -0.0 would lose a sign.
         if target.touched():
-            target.values.add_(gradient)
+            add_to(target.values, gradient)
         else:
             target.values.copy_(gradient)
 
@@ -309,6 +309,9 @@ class Runtime:
 
     def _read_weights(self, op: Op, state: StepState, done: Done) -> None:
         piece = self.pieces[op.owner][op.piece]
+        if op.slot < 0:
+            self._read_straight(op, piece, done)
+            return
         staging = self._places.staging[op.slot]
         num_bytes = 2 * piece.num_elements
         places = [self._store.place(op.owner, array, piece, write=False) for array in WEIGHT_ARRAYS]
@@ -317,12 +320,21 @@ class Runtime:
             target = staging[half * num_bytes : (half + 1) * num_bytes]
             join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
 
+    def _read_straight(self, op: Op, piece: Piece, done: Done) -> None:
+        targets = self._places.weight_targets(op.stage, op.owner, piece)
+        join = Join(len(targets), then(done, lambda: self._manager.filled(Item(ItemKind.WEIGHTS, op.stage))))
+        for part, target in targets:
+            wanted = replace(piece, start=part.start, stop=part.stop)
+            place = self._store.place(op.owner, StateArray.WEIGHT_HI, wanted, write=False)
+            join.start(partial(self._engine.read, place.path, place.offset_bytes, target))
+
     def _merge(self, op: Op, state: StepState) -> Work:
         piece = self.pieces[op.owner][op.piece]
         if op.slot < 0:
             kept = self._places.kept[op.owner, piece.chunk]
             hi, lo = (kept.bytes_of(array, piece).view(torch.int16) for array in WEIGHT_ARRAYS)
-            self._manager.save(ItemKind.KEPT_WEIGHTS, read_bytes=hi.nbytes + lo.nbytes)
+            read_bytes = hi.nbytes if self._buffers.straight_weights else hi.nbytes + lo.nbytes
+            self._manager.save(ItemKind.KEPT_WEIGHTS, read_bytes=read_bytes)
         else:
             staging = self._places.staging[op.slot].view(torch.int16)
             hi = staging[: piece.num_elements]

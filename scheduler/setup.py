@@ -16,7 +16,7 @@ import torch
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.compiling import KEPT_BYTES
-from hoist.scheduler.config import TrainerConfig
+from hoist.scheduler.config import Dtype, TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
@@ -35,7 +35,7 @@ from hoist.scheduler.residency import Candidate
 from hoist.scheduler.stages import StagedModel
 from hoist.tiers.device import Device, HereDevice
 from hoist.tiers.errors import StoreRefusedError
-from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
+from hoist.tiers.layout import DTYPE_BYTES, MAX_CHUNK_ELEMENTS, PlacedTensor, StageLayout, lay_out, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class Setup:
     """Updates that are not delayed are made before the norm is known, and made again if it is too large."""
     host_memory_bytes: int
     """The budget of host memory that was divided."""
+    dtype: Dtype = "float32"
+    """What layers compute with."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -101,6 +103,7 @@ class Setup:
             frozen=self.frozen,
             loans=self.loans,
             device=HereDevice() if device is None else device,
+            dtype=self.dtype,
         )
 
     def for_creation(self) -> Setup:
@@ -177,7 +180,8 @@ def prepare(
     """Size everything for a budget, or two with a separate ``device`` (None: the CPU).
 
     Raises BudgetError, with nothing allocated, if one is too small, and ConfigError if a budget lacks or is too many.
-    Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model.
+    Raises ModelError if nothing is trainable, and ConfigError, with nothing changed, if an open trainer uses the model
+    or it was built for another dtype.
     """
     model.check_free()
     device = HereDevice() if device is None else device
@@ -186,16 +190,26 @@ def prepare(
             f"device_memory_bytes: {config.device_memory_bytes}, but {device.describe()} "
             + ("has memory of its own: give its budget" if device.is_separate else "computes in host memory: give None")
         )
+    if model.dtype != config.dtype:
+        raise ConfigError(
+            f"dtype: the model was built to compute in {model.dtype}, not in {config.dtype}; build it with "
+            f"dtype={config.dtype}"
+        )
+    straight = config.dtype == "bfloat16"
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
     fixed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.frozen}
     owner_of = {tensor.spec.name: layout.index for layout in layouts for tensor in (*layout.trainable, *layout.frozen)}
     borrowed = tuple(
-        lay_out_borrowed(layout, [(owner_of[name], placed[name]) for name in stage.borrowed if name in placed])
+        lay_out_borrowed(
+            layout, [(owner_of[name], placed[name]) for name in stage.borrowed if name in placed], straight=straight
+        )
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     frozen = tuple(
-        lay_out_frozen(layout, [(owner_of[name], fixed[name]) for name in stage.borrowed if name in fixed])
+        lay_out_frozen(
+            layout, [(owner_of[name], fixed[name]) for name in stage.borrowed if name in fixed], dtype=config.dtype
+        )
         for stage, layout in zip(model.stages, layouts, strict=True)
     )
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
@@ -216,7 +230,7 @@ def prepare(
         stages=tuple(
             StageBytes(
                 name=layout.name,
-                weights=weight_bytes(layout, lent, kept),
+                weights=weight_bytes(layout, lent, kept, config.dtype),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
                 workspace=space + in_heap // HEAP_WASTE + packing + compiler,
             )
@@ -225,7 +239,7 @@ def prepare(
             )
         ),
         loan_bytes=loan_bytes(loans),
-        block_bytes=round_up(FLOAT_BYTES * largest_block, PAGE_BYTES),
+        block_bytes=round_up(DTYPE_BYTES[config.dtype] * largest_block, PAGE_BYTES),
         activation_bytes=round_up(found.boundary_bytes, PAGE_BYTES),
         num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
         context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
@@ -233,6 +247,7 @@ def prepare(
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
         separate=device.is_separate,
+        straight=straight,
     )
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
     num_pinned = 0
@@ -289,6 +304,7 @@ def _divide(
         num_slots=config.num_slots,
         speculative=config.speculates,
         host_memory_bytes=config.host_memory_bytes,
+        dtype=config.dtype,
     )
 
 
@@ -324,7 +340,8 @@ def _keepable(
     shapes = _shapes(layouts, borrowed, frozen, least.piece_elements)
     delayed_from = tuple(_first_delayed(shape, config.delay_in_force) for shape in shapes)
     delays = any(first < shape.num_pieces for first, shape in zip(delayed_from, shapes, strict=True))
-    buffers = replace(least.buffers(delayed_from), rereads_weights=config.verify_reads)
+    buffers = least.buffers(delayed_from)
+    buffers = replace(buffers, rereads_weights=buffers.rereads_weights or config.verify_reads)
     # In layer-major order loads do not depend on the number of micro-batches; then the fewest make the shortest plan.
     if config.plan == "vertical":
         plan = vertical(shapes, 1, buffers, cold=False, pending=delays)

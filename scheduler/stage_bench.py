@@ -115,7 +115,7 @@ class StageBench:
         Call it before each pass: a backward leaves gradients in the place of the input.
         """
         for slot in self._slots(packed_bytes(entering)):
-            fill(slot.view(torch.float32), self._pattern)
+            fill(slot.view(self._places.stages[self._stage.index].weights.dtype), self._pattern)
 
     def _slots(self, num_bytes: int) -> list[Tensor]:
         """Input's and output's activation slots; the run has two unless its model is tiny."""

@@ -390,6 +390,8 @@ class StagedModel:
         #: The model's forward does not use its ``loss_function``: it would give another loss than what is trained.
         self.has_own_loss = has_own_loss
         self.config = model.config
+        #: torch's name of the dtype that weights are computed with in, as the model was built (`build_model`).
+        self.dtype = compute_dtype(model)
         #: ``embed``, the layers in the order of the forward, ``head``.
         self.stages = stages
         #: Canonical name of each further name that ``state_dict()`` has for a shared tensor.
@@ -550,13 +552,22 @@ def make_weight(model: PreTrainedModel, name: str, places: Sequence[Location]) -
     tensor = places[0].get()
     trainable = tensor.requires_grad
     frozen_weight = places[0].is_parameter and not trainable and tensor.is_floating_point()
-    dtype = "float32" if trainable else str(tensor.dtype).removeprefix("torch.")
+    computed = compute_dtype(model)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # What a store keeps does not depend on what is computed with.
+    if trainable or (frozen_weight and dtype == computed and dtype in NARROW_DTYPES):
+        dtype = "float32"
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{type(model).__name__}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
     spec = TensorSpec(
         name=name, shape=tuple(tensor.shape), trainable=trainable, dtype=dtype, frozen_weight=frozen_weight
     )
-    return _Weight(name, places, spec, tensor.dtype)
+    return _Weight(name, places, spec, getattr(torch, spec.compute_dtype(computed)))
+
+
+def compute_dtype(model: nn.Module) -> str:
+    """torch's name of the dtype that a model is built to compute in; float32 for modules of the user's own."""
+    return str(model.dtype).removeprefix("torch.") if isinstance(model, PreTrainedModel) else "float32"
 
 
 def _refuse_by_config(model: PreTrainedModel) -> None:

@@ -31,7 +31,8 @@ def step_plan(
 
 
 def _buffers(setup: Setup, config: TrainerConfig) -> Buffers:
-    return replace(setup.buffers(), rereads_weights=config.verify_reads)
+    buffers = setup.buffers()
+    return replace(buffers, rereads_weights=buffers.rereads_weights or config.verify_reads)
 
 
 def steady_plan(setup: Setup, config: TrainerConfig) -> Plan:

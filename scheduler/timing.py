@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hoist.optim.adamw import PieceUpdater, SegmentUpdate
 from hoist.optim.norm import SquareSum
-from hoist.optim.split import merge
 from hoist.scheduler import workspace
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.boundary import Packed, pack
@@ -31,7 +30,7 @@ from hoist.scheduler.link import link
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.scheduler.models import private_rng
 from hoist.scheduler.ops import Op
-from hoist.scheduler.places import Places
+from hoist.scheduler.places import Places, put_weights
 from hoist.scheduler.plan import vertical
 from hoist.scheduler.plan_records import Buffers, StageShape
 from hoist.scheduler.pricing import StageTimes, Times
@@ -400,13 +399,15 @@ class _Update:
         stage = max(range(len(setup.layouts)), key=lambda index: places.stages[index].gradients.numel())
         self.gradient = places.stages[stage].gradients[:count]
         fill(self.gradient, pattern)
+        #: Without weights an update begins with both halves, as it does where weights are computed with in bfloat16.
         self._weights = places.stages[stage].weights[:count]
+        self._loaded = None if setup.memory.demand.straight else self._weights
         self._updater = PieceUpdater(config.optimizer)
         decay = config.optimizer.weight_decay
         self._segments = [SegmentUpdate(start=0, stop=count, adam_step=10, lr=1e-6, weight_decay=decay)]
 
     def run(self) -> None:
-        """AdamW on the piece in the next slot, whose weights are loaded."""
+        """AdamW on the piece in the next slot, whose weights are loaded if a run's are."""
         hi, lo, exp_avg, exp_avg_sq = next(self._slots)
         self._updater.update(
             weight_hi=hi,
@@ -415,7 +416,7 @@ class _Update:
             exp_avg_sq=exp_avg_sq,
             gradient=self.gradient,
             segments=self._segments,
-            weights=self._weights,
+            weights=self._loaded,
         )
 
     def run_and_sum(self) -> None:
@@ -426,7 +427,7 @@ class _Update:
     def merge(self) -> None:
         """A piece's weights from a slot into a weight buffer."""
         hi, lo, _, _ = next(self._slots)
-        merge(hi, lo, self._weights)
+        put_weights(hi, lo, self._weights)
 
 
 class _Looping:

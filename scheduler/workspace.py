@@ -109,7 +109,7 @@ def measure(
     such a batch.
     """
     embed = model.embed
-    values = {name: _absent_like(spec) for name, spec in model.used_by(embed)}
+    values = {name: _absent_like(spec, model.dtype) for name, spec in model.used_by(embed)}
     embed.bind(values)
     try:
         tracker = _LiveBytes()
@@ -122,7 +122,8 @@ def measure(
     del carried
     # Backward makes the gradients of the embedding rows that occur (at most one a token) beside a few activations.
     first = model.first_trained
-    live += 4 * packed_bytes(entering) if first == 0 else 0
+    # Those of bfloat16 are widened besides.
+    live += (4 if model.dtype == "float32" else 6) * packed_bytes(entering) if first == 0 else 0
     found = [_Peaks(live, live)]
     if not embed.is_known_by_shape:
         found = [_measure_stage(model, embed, (), batch, context, 0 if first == 0 else -1)[0]]
@@ -150,8 +151,8 @@ def measure(
     )
 
 
-def _absent_like(spec: TensorSpec) -> Tensor:
-    scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype))
+def _absent_like(spec: TensorSpec, dtype: str) -> Tensor:
+    scalar = torch.zeros((), dtype=getattr(torch, spec.compute_dtype(dtype)))
     return scalar.expand(spec.shape)
 
 
@@ -159,7 +160,7 @@ def signature(model: StagedModel, stage: Stage, context: Context) -> object:
     """Stages that agree in this need the same: kind, tensors, and for a layer what it is called with."""
     if not stage.is_known_by_shape:
         return stage.index
-    shapes = tuple((spec.shape, spec.trainable, spec.compute_dtype) for _, spec in model.used_by(stage))
+    shapes = tuple((spec.shape, spec.trainable, spec.compute_dtype(model.dtype)) for _, spec in model.used_by(stage))
     if not isinstance(stage, LayerStage):
         return (type(stage), shapes)
     layer = stage.index - 1
@@ -268,14 +269,17 @@ def _run_stage(
         fake_batch = {name: given(tensor) for name, tensor in batch.items()}
         fake_context = replace(context, tensors=tuple(given(tensor) for tensor in context.tensors))
         values = {
-            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype))
+            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.compute_dtype(model.dtype)))
             for name, spec in model.used_by(stage)
         }
     stage.bind(values)
     try:
         targets: dict[Tensor, Target] = {}
         with mode or nullcontext():
-            block = torch.empty(max((block_elements(value.shape) for value in values.values()), default=0))
+            block = torch.empty(
+                max((block_elements(value.shape) for value in values.values()), default=0),
+                dtype=getattr(torch, model.dtype),
+            )
             for parameter in stage.parameters().values():
                 if parameter.requires_grad and not whole_gradients:
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)

@@ -29,7 +29,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
-#: What a frozen weight may be kept in: float32 holds each of their numbers.
+#: What a frozen weight may be kept in besides float32, which holds each of their numbers.
 NARROW_DTYPES = frozenset({"bfloat16", "float16"})
 
 
@@ -51,8 +51,8 @@ class TensorSpec:
     dtype: str = "float32"
     """torch's name of the dtype. Trainable tensors are float32 in the store, whatever the checkpoint held."""
     frozen_weight: bool = False
-    """A weight that is not trained: computed with as float32 even if it is kept in 16 bits. False for buffers, whose
-    dtype is the model's."""
+    """A weight that is not trained: computed with in the model's dtype, whatever it is kept in. False for buffers,
+    which are computed with as they are kept."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -77,15 +77,14 @@ class TensorSpec:
         """A parameter, trained or not, and no buffer."""
         return self.trainable or self.frozen_weight
 
-    @property
-    def compute_dtype(self) -> str:
-        """torch's name of the dtype that the model computes with."""
-        return "float32" if self.frozen_weight and self.dtype in NARROW_DTYPES else self.dtype
+    def compute_dtype(self, dtype: str = "float32") -> str:
+        """torch's name of the dtype that a model which computes in ``dtype`` has it in: buffers keep their own."""
+        converted = self.trainable or (self.frozen_weight and self.dtype in {"float32", *NARROW_DTYPES})
+        return dtype if converted else self.dtype
 
-    @property
-    def compute_bytes(self) -> int:
+    def compute_bytes(self, dtype: str = "float32") -> int:
         """Bytes in that dtype."""
-        return self.num_elements * DTYPE_BYTES[self.compute_dtype]
+        return self.num_elements * DTYPE_BYTES[self.compute_dtype(dtype)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,12 +34,14 @@ def tiny_config(family: str, *, tied: bool = False, dropout: float = 0.0) -> Pre
     return FAMILIES[family](tied, dropout)
 
 
-def reference_model(config: PreTrainedConfig, *, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of ``config`` in memory, float32, in training mode, initialised by transformers from ``seed``."""
+def reference_model(
+    config: PreTrainedConfig, *, seed: int = 0, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model of ``config`` in memory, float32 by default, in training mode, initialised by transformers."""
     auto: Any = AutoModelForCausalLM  # its methods have no types
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: object = auto.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model: object = auto.from_config(config, attn_implementation=attention, dtype=dtype)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
     model.train()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -24,8 +24,9 @@ from hoist.optim.adamw import AdamWHyperparameters, decay_for
 from hoist.optim.norm import SquareSum, clip_scale
 from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
+from hoist.optim.split import split as split_halves
 from hoist.scheduler import memory
-from hoist.scheduler.config import ClipMode, Order, TrainerConfig
+from hoist.scheduler.config import ClipMode, Dtype, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.metrics import StepMetrics
@@ -75,6 +76,8 @@ class Recipe:
     attention: Literal["sdpa", "eager"] = "sdpa"
     frozen_dtype: str | None = None
     """What a new store keeps frozen weights in; None: as they are. Their values must be such."""
+    dtype: Dtype = "float32"
+    """What is computed with. Of the reference, weights too: see :class:`Masters`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,11 +196,52 @@ def initial_weights(config: PreTrainedConfig, recipe: Recipe) -> dict[str, Tenso
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _reference(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
-    model = reference_model(config, attention=recipe.attention)
+def _reference(config: PreTrainedConfig, recipe: Recipe, dtype: Dtype = "float32") -> PreTrainedModel:
+    model = reference_model(config, attention=recipe.attention, dtype=getattr(torch, dtype))
     if recipe.alter is not None:
         recipe.alter(model)
     return model
+
+
+class Masters:
+    """float32 weights of a plain bfloat16 model, and the float32 sums of its gradients.
+
+    The model's weights are the masters rounded to bfloat16: trained ones with ties away from zero, as the first halves
+    of `split.py` are, frozen ones with ties to even, as torch converts.
+    """
+
+    def __init__(self, model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
+        self.model = model
+        #: By the names of the model's parameters; what is trained gets its sum of gradients in ``.grad``.
+        self.weights = {
+            name: nn.Parameter(values[name].clone(), requires_grad=parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in values:
+                    buffer.copy_(values[name])
+        self.round()
+
+    def round(self) -> None:
+        """Give the model the masters' values."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                master = self.weights[name].detach()
+                if parameter.requires_grad:
+                    hi, lo = (torch.empty(master.numel(), dtype=torch.int16) for _ in range(2))
+                    split_halves(master.view(-1), hi, lo)
+                    parameter.copy_(hi.view(torch.bfloat16).view(parameter.shape))
+                else:
+                    parameter.copy_(master)
+
+    def take_gradients(self) -> None:
+        """Add a micro-batch's gradients to the sums; the model has none afterwards."""
+        for name, parameter in self.model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                master = self.weights[name]
+                master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
 
 def train_reference(
@@ -214,11 +258,17 @@ def train_reference(
     """The plain loop: micro-batches one after another, ``torch.optim.AdamW``. Steps are numbered from 1.
 
     The hooks get the model; the first also the step's number and the micro-batch's, from 0. The steps in ``skip`` are
-    computed, but their updates are left out.
+    computed, but their updates are left out. In bfloat16 the optimizer has :class:`Masters`, and ``before_update`` and
+    ``after_update`` are not for that.
     """
-    model = _reference(config, recipe)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model = _reference(config, recipe, recipe.dtype)
+    masters: Masters | None = None
+    trained = dict(model.named_parameters())
+    if recipe.dtype != "float32":
+        masters = Masters(model, initial_weights(config, recipe))
+        trained = masters.weights
+    names = {parameter: name for name, parameter in trained.items()}
+    initial = {name: parameter.detach().clone() for name, parameter in trained.items()}
     adam = recipe.hyperparameters
     groups = [
         {
@@ -227,7 +277,7 @@ def train_reference(
                 name, tuple(parameter.shape), adam.weight_decay, no_decay_norms=recipe.no_decay_norms
             ),
         }
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=fused)
     losses = []
@@ -235,7 +285,9 @@ def train_reference(
         if recipe.before_step is not None:
             recipe.before_step(model, number)
         prepared = partial(before_micro_batch, model, number) if before_micro_batch is not None else None
-        losses.append(accumulate_gradients(model, step, prepared))
+        if masters is not None:
+            optimizer.zero_grad()
+        losses.append(accumulate_gradients(model, step, prepared, masters))
         if number in skip:
             continue
         if before_update is not None:
@@ -243,6 +295,8 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = recipe.schedule.at(number)
         optimizer.step()
+        if masters is not None:
+            masters.round()
         if after_update is not None:
             after_update(model)
     moments: dict[str, Mapping[str, Tensor]] = {name: optimizer.state[parameter] for parameter, name in names.items()}
@@ -256,9 +310,15 @@ def train_reference(
 
 
 def accumulate_gradients(
-    model: PreTrainedModel, step: Step, before_micro_batch: Callable[[int], None] | None = None
+    model: PreTrainedModel,
+    step: Step,
+    before_micro_batch: Callable[[int], None] | None = None,
+    masters: Masters | None = None,
 ) -> float:
-    """Leave a step's gradients in ``.grad`` and return its loss: the mean over all counted labels of the step."""
+    """Leave a step's gradients in ``.grad`` and return its loss: the mean over all counted labels of the step.
+
+    With ``masters`` the sums are theirs.
+    """
     model.zero_grad(set_to_none=True)
     num_items = sum(num_counted(batch) for batch in step)
     parts = []
@@ -267,6 +327,8 @@ def accumulate_gradients(
             before_micro_batch(micro_batch)
         loss: Tensor = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
         torch.autograd.backward(loss)
+        if masters is not None:
+            masters.take_gradients()
         parts.append(loss.detach())
     return float(torch.stack(parts).sum())
 
@@ -304,6 +366,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
     keys = {name for step in steps for batch in step for name in batch}
     return TrainerConfig(
         host_memory_bytes=host_memory_bytes,
+        dtype=recipe.dtype,
         micro_batch_size=max(rows for rows, _ in shapes),
         seq_len=max(tokens for _, tokens in shapes),
         num_micro_batches=engine.num_micro_batches or max(len(step) for step in steps),
@@ -328,7 +391,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
 
 def staged_model(config: PreTrainedConfig, recipe: Recipe) -> StagedModel:
     """The model cut into stages, altered as the recipe says."""
-    model = build_model(config, attention=recipe.attention)
+    model = build_model(config, attention=recipe.attention, dtype=getattr(torch, recipe.dtype))
     if recipe.alter is not None:
         recipe.alter(model)
     staged = split(model)
@@ -368,7 +431,7 @@ def set_up(
     waits = config.delay_in_force > 0 or config.speculates
     key: tuple[object, ...] = (
         staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
-        config.pin_trained,
+        config.pin_trained, recipe.dtype,
     )  # fmt: skip
     with make_device() as device:
         key = (*key, device.is_separate)
