@@ -6,6 +6,7 @@ starved until nothing else can run. A missing mark shows as wrong numbers. Ops o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -20,6 +21,7 @@ from hoist.tiers.device import Device, Mark, Stream
 from hoist.tiers.device.base import StreamWork
 from hoist.tiers.errors import BudgetError, DeviceError
 from tests.support.buffers import PAGE_BYTES
+from tests.support.placement import Placement
 
 #: Memory that nothing was written to; not a number as float32, bfloat16 and float16.
 POISON = 0xFF
@@ -90,9 +92,17 @@ class LateDevice(Device):
     is_separate = True
 
     def __init__(
-        self, seed: int = 0, capacity_bytes: int | None = None, *, late_seconds: float = LATE_SECONDS
+        self,
+        seed: int = 0,
+        capacity_bytes: int | None = None,
+        *,
+        late_seconds: float = LATE_SECONDS,
+        checks_placement: bool = False,
     ) -> None:
-        """``late_seconds`` bounds how long an item waits to be overtaken; 0 runs what is there, still out of order."""
+        """``late_seconds`` bounds how long an item waits to be overtaken; 0 runs what is there, still out of order.
+
+        ``checks_placement``: work fails where it mixes memories in a way that a real device refuses; slower.
+        """
         self.seed_of_order = seed
         self.capacity_bytes = capacity_bytes
         #: Work that was carried out.
@@ -101,6 +111,9 @@ class LateDevice(Device):
         self.num_waits = 0
         #: Regions that are pinned now: address -> bytes.
         self.pinned: dict[int, int] = {}
+        #: What lies in device memory; ``device.placement.on_host()`` watches the calling thread, too.
+        self.placement = Placement(self.owns)
+        self._within_work = self.placement.within_work if checks_placement else contextlib.nullcontext
         self._random = random.Random(seed)
         self._late_seconds = late_seconds
         self._num_threads = torch.get_num_threads()
@@ -224,7 +237,8 @@ class LateDevice(Device):
                 error = DeviceError(f"{self.describe()} failed earlier: {self._failure!r}")
             else:
                 try:
-                    work()
+                    with self._within_work():
+                        work()
                 except BaseException as raised:
                     error = self._failure = raised
                 else:

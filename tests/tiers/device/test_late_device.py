@@ -23,6 +23,11 @@ class TestLateConforms(DeviceConformance):
         return LateDevice(seed=1)
 
 
+class TestLateConformsWithPlacementChecked(DeviceConformance):
+    def make(self) -> Device:
+        return LateDevice(seed=2, checks_placement=True)
+
+
 @pytest.fixture
 def device() -> Iterator[LateDevice]:
     with closing(LateDevice()) as device:
@@ -130,6 +135,17 @@ def test_after_a_failure_nothing_is_carried_out(device: LateDevice) -> None:
         device.stream("up").put(lambda: done.append("later")).wait()
     assert done == ["before"]
     assert device.num_works == 1
+
+
+def test_work_runs_as_the_creator_would_run_it(device: LateDevice) -> None:
+    seen: list[tuple[int, bool, bool]] = []
+
+    def look() -> None:
+        seen.append((torch.get_num_threads(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    with torch.no_grad():
+        device.stream("compute").put(look).wait()
+    assert seen == [(torch.get_num_threads(), True, False)]
 
 
 def test_only_waits_that_hold_up_the_host_are_counted(device: LateDevice) -> None:
