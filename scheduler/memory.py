@@ -204,13 +204,14 @@ class MemoryPlan:
         )
 
     @property
-    def _waiting_gradients(self) -> GradientBuffers:
+    def waiting_gradients(self) -> GradientBuffers:
+        """Those that norms and updates use, wherever they are."""
         return self.host_gradients if self.demand.separate else self.gradients
 
     @property
     def state_bytes(self) -> int:
         """Bytes an element takes in a state slot: the four arrays, and its gradient if some come back from scratch."""
-        stashes = self.demand.delayed and len(self._waiting_gradients.sharing) > 1
+        stashes = self.demand.delayed and len(self.waiting_gradients.sharing) > 1
         return STATE_BYTES + (GRADIENT_BYTES if stashes else 0)
 
     @property

@@ -112,7 +112,7 @@ class Setup:
             return self
         demand = memory.filling_demand(self.memory.demand)
         made = memory.divide(demand, budget_bytes=self.host_memory_bytes, resident_weights=False)
-        return replace(self, memory=made)
+        return replace(self, memory=made, loans={})
 
     def shapes(self) -> tuple[StageShape, ...]:
         """What plans need to know of the stages."""

@@ -122,7 +122,7 @@ def check(directory: Path, name: str, num_micro_batches: int, plan: Order, delay
     assert (got.ops[Kind.STASH_GRADIENT] > 0) == (room == "scratch" and delay > 0)
     assert got.memory.num_resident == (num_stages if room == "resident" else 0)
     if delay or plan == "horizontal":
-        assert got.memory.num_kept_gradients == (0 if room == "scratch" else num_stages)
+        assert got.memory.waiting_gradients.num_kept == (0 if room == "scratch" else num_stages)
     if name == "idle":
         assert got.states.adam_steps[BRANCH] == NUM_STEPS // 2
         assert got.states.adam_steps[NEVER] == 0
@@ -289,7 +289,7 @@ def test_a_steady_step_moves_what_the_formula_says(
         trainer.wait()
         two = bytes_moved(trainer)
         expected = formula(trainer)
-        kept, resident = trainer.memory.num_kept_gradients, trainer.memory.num_resident
+        kept, resident = trainer.memory.waiting_gradients.num_kept, trainer.memory.num_resident
         elements = sum(piece.num_elements for pieces in trainer._runtime.pieces for piece in pieces)
     steady = tuple(two[way] - 2 * one[way] + before[way] for way in range(2))
     assert steady == expected
