@@ -1,8 +1,8 @@
 """What this machine offers: facts gathered once, judged by a pure function, shown as lines with advice. Changes
 nothing.
 
-The drive is measured by `hoist.tiers.io.probe` (a real write, read and check). Choosing the engine is
-`hoist.tiers.io.choose`'s business; the command itself is in `cli.py`.
+The drive is measured by `hoist.tiers.io.probe` (a real write, read and check), ways to a device by `transfers.py`.
+Choosing the engine is `hoist.tiers.io.choose`'s business; the command itself is in `cli.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from rich.text import Text
 
 from hoist.tiers import drive_health
 from hoist.tiers.cgroups import cgroup_limit_bytes
+from hoist.tiers.device.base import Device
 from hoist.tiers.drive_health import BlockDevice, DriveHealth
 from hoist.tiers.errors import HoistError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.probe import Bandwidth, measure_bandwidth
 from hoist.tools.sizes import show_decimal
+from hoist.tools.transfers import DeviceTransfers, measure_transfers
 
 #: Share of a drive's rated life from which on it is pointed out.
 WORN_PERCENT = 80
@@ -98,7 +100,11 @@ class MemoryFacts:
     cgroup_limit_bytes: int | None
     """Tightest limit of the control groups around this process; None if there is none."""
     memlock_bytes: int | None
-    """Memory that may be locked (RLIMIT_MEMLOCK); None: unlimited."""
+    """Memory that may be locked by mlock (RLIMIT_MEMLOCK); None: unlimited."""
+    numa_nodes: int = 1
+    """NUMA nodes that the machine's memory is on."""
+    allowed_numa_nodes: int = 1
+    """Those of them on whose processors this process may run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +134,8 @@ class Diagnosis:
     storage: StorageFacts
     memory: MemoryFacts
     compute: ComputeFacts
+    transfers: DeviceTransfers | None
+    """To and from the device's own memory; None: there is no such device."""
     versions: dict[str, str]
     """Versions of Python and of the packages that matter."""
     checks: tuple[Check, ...]
@@ -147,20 +155,33 @@ class Diagnosis:
         return document
 
 
-def diagnose(directory: Path, engine: IoEngine, *, num_bytes: int = PROBE_BYTES) -> Diagnosis:
+def diagnose(
+    directory: Path,
+    engine: IoEngine,
+    device: Device | None = None,
+    *,
+    why_no_device: str = "",
+    num_bytes: int = PROBE_BYTES,
+) -> Diagnosis:
     """Look at this machine and measure ``directory`` through ``engine`` with a temporary file of ``num_bytes``.
 
-    Never raises for what it finds: a directory that cannot be used is a failed check.
+    Once more from and to the memory of ``device``, and copies, where it has its own. None is the CPU, or a device that
+    cannot be used, as ``why_no_device`` says. Never raises for what it finds: a directory that cannot be used is a
+    failed check.
     """
     storage = _look_at_storage(directory, engine, num_bytes)
     memory = look_at_memory()
     compute = _look_at_compute()
+    transfers = None
+    if device is not None and device.is_separate:
+        transfers = measure_transfers(directory, engine, device, num_bytes=num_bytes)
     return Diagnosis(
         storage=storage,
         memory=memory,
         compute=compute,
+        transfers=transfers,
         versions=_versions(),
-        checks=judge(storage, memory, compute),
+        checks=judge(storage, memory, compute, transfers, why_no_device=why_no_device),
     )
 
 
@@ -180,10 +201,22 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     console.print(Text(", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()), style="dim"))
 
 
-def judge(storage: StorageFacts, memory: MemoryFacts, compute: ComputeFacts) -> tuple[Check, ...]:
+def judge(
+    storage: StorageFacts,
+    memory: MemoryFacts,
+    compute: ComputeFacts,
+    transfers: DeviceTransfers | None = None,
+    *,
+    why_no_device: str = "",
+) -> tuple[Check, ...]:
     """What the facts mean for a run. Pure."""
-    drives = _judge_drives(storage.health)
-    return (*_judge_storage(storage), *drives, *_judge_memory(memory, compute), *_judge_compute(compute))
+    return (
+        *_judge_storage(storage),
+        *_judge_drives(storage.health),
+        *_judge_memory(memory),
+        *_judge_compute(compute),
+        *(_judge_transfers(transfers) if transfers else _without_device(compute, why_no_device)),
+    )
 
 
 def _judge_storage(storage: StorageFacts) -> list[Check]:
@@ -234,16 +267,17 @@ def _judge_storage(storage: StorageFacts) -> list[Check]:
             advice="" if bandwidth.direct else "slower, and uses the CPU more; ext4 and xfs on a local drive have it",
         )
     )
+    path = "direct I/O" if bandwidth.direct else "through the page cache"
     for name, speed in (
-        ("read bandwidth", bandwidth.read_bytes_per_second),
-        ("write bandwidth", bandwidth.write_bytes_per_second),
+        ("drive to host", bandwidth.read_bytes_per_second),
+        ("host to drive", bandwidth.write_bytes_per_second),
     ):
         slow = speed < SLOW_BYTES_PER_SECOND
         checks.append(
             Check(
                 name=name,
                 outcome=Outcome.NOTE if slow else Outcome.PASS,
-                found=f"{speed / 1e9:.2f} GB/s",
+                found=f"{speed / 1e9:.2f} GB/s, {path}",
                 advice="below 0.5 GB/s the drive sets the pace: more micro-batches a step hide it" if slow else "",
             )
         )
@@ -280,7 +314,7 @@ def _judge_drive(device: BlockDevice) -> Check:
     )
 
 
-def _judge_memory(memory: MemoryFacts, compute: ComputeFacts) -> list[Check]:
+def _judge_memory(memory: MemoryFacts) -> list[Check]:
     usable = min(memory.available_bytes, memory.cgroup_limit_bytes or memory.available_bytes)
     short = usable < ENOUGH_MEMORY_BYTES
     limit = "none" if memory.cgroup_limit_bytes is None else f"{memory.cgroup_limit_bytes / 2**30:.1f} GiB"
@@ -299,13 +333,15 @@ def _judge_memory(memory: MemoryFacts, compute: ComputeFacts) -> list[Check]:
         ),
         Check(
             name="locked memory limit",
-            outcome=Outcome.NOTE if compute.accelerators and memory.memlock_bytes is not None else Outcome.PASS,
-            found=locked,
-            advice=(
-                "pinning the host tier may fail: raise it with ulimit -l unlimited"
-                if compute.accelerators and memory.memlock_bytes is not None
-                else ""
-            ),
+            outcome=Outcome.PASS,
+            found=f"{locked} by mlock (ulimit -l), which hoist does not use: drivers lock pages by themselves",
+        ),
+        Check(
+            name="NUMA",
+            outcome=Outcome.PASS,
+            found="one node"
+            if memory.numa_nodes == 1
+            else f"{memory.numa_nodes} nodes; this process may run on processors of {memory.allowed_numa_nodes}",
         ),
     ]
 
@@ -330,10 +366,8 @@ def _judge_compute(compute: ComputeFacts) -> list[Check]:
     if compute.accelerators:
         checks.append(Check(name="accelerator", outcome=Outcome.PASS, found=", ".join(compute.accelerators)))
     else:
-        built = f"torch is built for CUDA {compute.torch_cuda}" if compute.torch_cuda else "torch is a CPU build"
-        checks.append(
-            Check(name="accelerator", outcome=Outcome.PASS, found=f"none ({built}): everything runs on the CPU")
-        )
+        none = f"none ({_build(compute)}): everything runs on the CPU"
+        checks.append(Check(name="accelerator", outcome=Outcome.PASS, found=none))
     without_gpu = not compute.accelerators
     checks.append(
         Check(
@@ -356,6 +390,46 @@ def _judge_compute(compute: ComputeFacts) -> list[Check]:
             else "optional: without it transfers to the GPU pass through host memory",
         )
     )
+    return checks
+
+
+def _build(compute: ComputeFacts) -> str:
+    return f"torch is built for CUDA {compute.torch_cuda}" if compute.torch_cuda else "torch is a CPU build"
+
+
+def _without_device(compute: ComputeFacts, why_no_device: str) -> list[Check]:
+    """The rows of a device, where a run would use none."""
+    if why_no_device:
+        advice = "no run can use the device until this works; --device cpu goes without it"
+        return [Check(name="device", outcome=Outcome.FAIL, found=why_no_device, advice=advice)]
+    why = f"no accelerator: {_build(compute)}"
+    if compute.accelerators:
+        why = "no accelerator is used: what is measured here computes on the CPU"
+    names = ("drive to device", "device to drive", "host to device", "device to host")
+    return [Check(name=name, outcome=Outcome.PASS, found=why) for name in names]
+
+
+def _judge_transfers(transfers: DeviceTransfers) -> list[Check]:
+    pinned = not transfers.why_not_pinned
+    checks = [
+        Check(name="device", outcome=Outcome.PASS, found=transfers.device),
+        Check(
+            name="pinned memory",
+            outcome=Outcome.PASS if pinned else Outcome.NOTE,
+            found="host memory can be locked for the device" if pinned else transfers.why_not_pinned,
+            advice="" if pinned else "copies are slower and wait for computation, until host memory can be locked",
+        ),
+    ]
+    for transfer in transfers.transfers:
+        if transfer.bytes_per_second is None:
+            found, advice = transfer.error, "no run can use the device until this works; --device cpu goes without it"
+        elif not transfer.verified:
+            found = f"what came back differs from what was sent ({transfer.path})"
+            advice = "do not train here: the device, its driver or the path loses data"
+        else:
+            found, advice = f"{transfer.bytes_per_second / 1e9:.2f} GB/s, {transfer.path}", ""
+        outcome = Outcome.FAIL if advice else Outcome.PASS
+        checks.append(Check(name=transfer.name, outcome=outcome, found=found, advice=advice))
     return checks
 
 
@@ -388,7 +462,15 @@ def look_at_memory() -> MemoryFacts:
         available_bytes=int(fields["MemAvailable"].split()[0]) * 1024,
         cgroup_limit_bytes=cgroup_limit_bytes(),
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        allowed_numa_nodes=max(1, len(_allowed_nodes())),
     )
+
+
+def _allowed_nodes() -> set[str]:
+    """Names of the NUMA nodes of the processors that this process may run on; none where the kernel does not tell."""
+    cpus = Path("/sys/devices/system/cpu")
+    return {node.name for cpu in os.sched_getaffinity(0) for node in (cpus / f"cpu{cpu}").glob("node[0-9]*")}
 
 
 def _look_at_compute() -> ComputeFacts:

@@ -61,6 +61,9 @@ class WrapperEngine(IoEngine):
     def describe(self) -> str:
         return f"{self.name} around {self.inner.describe()}"
 
+    def describe_device_path(self) -> str:
+        return self.inner.describe_device_path()
+
     def statistics(self) -> IoStatistics:
         return self.inner.statistics()
 

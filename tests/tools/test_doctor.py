@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 from hoist.tiers.drive_health import BlockDevice, DriveHealth, SmartWear
+from hoist.tiers.errors import BudgetError
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.io.probe import Bandwidth
 from hoist.tools.doctor import (
@@ -22,6 +24,8 @@ from hoist.tools.doctor import (
     judge,
     render,
 )
+from hoist.tools.transfers import DeviceTransfers, measure_transfers
+from tests.support.late_device import LateDevice
 
 GOOD_STORAGE = StorageFacts(
     directory="/store",
@@ -39,11 +43,17 @@ GOOD_COMPUTE = ComputeFacts(
 )
 
 
+DEVICE_ROWS = ["drive to device", "device to drive", "host to device", "device to host"]
+
+
 def outcomes(
-    storage: StorageFacts = GOOD_STORAGE, memory: MemoryFacts = GOOD_MEMORY, compute: ComputeFacts = GOOD_COMPUTE
+    storage: StorageFacts = GOOD_STORAGE,
+    memory: MemoryFacts = GOOD_MEMORY,
+    compute: ComputeFacts = GOOD_COMPUTE,
+    transfers: DeviceTransfers | None = None,
 ) -> dict[str, tuple[Outcome, str]]:
     """Every check that did not pass, with its advice."""
-    checks = judge(storage, memory, compute)
+    checks = judge(storage, memory, compute, transfers)
     assert all(bool(check.advice) == (check.outcome is not Outcome.PASS) for check in checks)
     return {check.name: (check.outcome, check.advice) for check in checks if check.outcome is not Outcome.PASS}
 
@@ -71,6 +81,9 @@ def test_a_real_directory_is_measured(tmp_path: Path, engine: DirectEngine) -> N
     document = json.loads(json.dumps(diagnosis.to_json()))
     assert document["healthy"] is True
     assert document["storage"]["bandwidth"]["verified"] is True
+    assert document["transfers"] is None
+    rows = {check.name: check.found for check in diagnosis.checks}
+    assert [name for name, found in rows.items() if found.startswith("no accelerator: ")] == DEVICE_ROWS
     assert {check["outcome"] for check in document["checks"]} <= {"pass", "note"}
 
 
@@ -108,8 +121,8 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
     [
         (with_bandwidth(verified=False), "write-read-verify", Outcome.FAIL, "do not train here"),
         (with_bandwidth(direct=False), "direct I/O", Outcome.NOTE, "ext4 and xfs"),
-        (with_bandwidth(read=4e8), "read bandwidth", Outcome.NOTE, "more micro-batches"),
-        (with_bandwidth(write=4e8), "write bandwidth", Outcome.NOTE, "more micro-batches"),
+        (with_bandwidth(read=4e8), "drive to host", Outcome.NOTE, "more micro-batches"),
+        (with_bandwidth(write=4e8), "host to drive", Outcome.NOTE, "more micro-batches"),
         (dataclasses.replace(GOOD_STORAGE, bandwidth=None, error="EIO"), "write-read-verify", Outcome.FAIL, "no run"),
         (dataclasses.replace(GOOD_STORAGE, file_system="tmpfs"), "drive", Outcome.NOTE, "name a directory on NVMe"),
     ],
@@ -128,7 +141,80 @@ def test_limits_are_noted() -> None:
     assert "ulimit -n" in outcomes(compute=dataclasses.replace(GOOD_COMPUTE, open_files=256))["open files limit"][1]
     assert outcomes(compute=dataclasses.replace(GOOD_COMPUTE, open_files=None)) == {}
     bare_gpu = dataclasses.replace(GOOD_COMPUTE, accelerators=("H200",))
-    assert outcomes(compute=bare_gpu).keys() == {"locked memory limit", "kvikio", "GPUDirect Storage"}
+    assert outcomes(compute=bare_gpu).keys() == {"kvikio", "GPUDirect Storage"}
+
+
+class TestDevice:
+    """Every way to a device with memory of its own is gone, and what comes back is compared."""
+
+    @pytest.fixture
+    def device(self) -> Iterator[LateDevice]:
+        device = LateDevice(seed=1, late_seconds=0)
+        yield device
+        device.close()
+
+    def test_each_way_is_measured(self, tmp_path: Path, engine: DirectEngine, device: LateDevice) -> None:
+        diagnosis = diagnose(tmp_path, engine, device, num_bytes=2**20)
+        assert diagnosis.healthy
+        assert diagnosis.transfers is not None
+        assert [transfer.name for transfer in diagnosis.transfers.transfers] == DEVICE_ROWS
+        assert all(transfer.verified and transfer.bytes_per_second for transfer in diagnosis.transfers.transfers)
+        found = {check.name: check.found for check in diagnosis.checks}
+        assert found["device"] == device.describe()
+        ring = "through 8 host buffers of 4 MiB, because the engine direct takes host memory only"
+        assert found["drive to device"].endswith(f" GB/s, {ring}")
+        assert found["host to device"].endswith(" GB/s, copies of pinned host memory")
+        assert engine.statistics().written_bytes >= 2 * 2**20
+        assert device.pinned == {}
+        assert device.allocated_bytes == 0
+        assert list(tmp_path.iterdir()) == []
+        assert json.loads(json.dumps(diagnosis.to_json()))["transfers"]["device"] == device.describe()
+
+    def test_bytes_that_change_on_their_way_are_seen(
+        self, tmp_path: Path, engine: DirectEngine, device: LateDevice
+    ) -> None:
+        class Leaky(DirectEngine):
+            def _pwrite(self, descriptor: int, view: memoryview, offset: int) -> int:
+                torch.frombuffer(view, dtype=torch.uint8)[4095] ^= 1
+                return super()._pwrite(descriptor, view, offset)
+
+        with Leaky(num_threads=1) as leaky:
+            seen = measure_transfers(tmp_path, leaky, device, num_bytes=2**20)
+        assert [transfer.verified for transfer in seen.transfers] == [False, False, True, True]
+        assert {name: outcome for name, (outcome, _) in outcomes(transfers=seen).items()} == {
+            "drive to device": Outcome.FAIL,
+            "device to drive": Outcome.FAIL,
+        }
+
+    def test_memory_that_cannot_be_locked_is_noted(self, tmp_path: Path, engine: DirectEngine) -> None:
+        class Unlockable(LateDevice):
+            def pin(self, region: torch.Tensor) -> None:
+                raise BudgetError("host memory: the driver refused to lock it")
+
+        device = Unlockable(late_seconds=0)
+        seen = measure_transfers(tmp_path, engine, device, num_bytes=2**20)
+        device.close()
+        assert seen.transfers[-1].path == "copies of unpinned host memory"
+        assert outcomes(transfers=seen).keys() == {"pinned memory"}
+
+    def test_a_device_that_fails_is_a_failed_line(self, tmp_path: Path, engine: DirectEngine) -> None:
+        class Full(LateDevice):
+            def allocate(self, num_bytes: int, label: str) -> torch.Tensor:
+                raise BudgetError("device memory: 4096 bytes do not fit")
+
+        device = Full(late_seconds=0)
+        seen = measure_transfers(tmp_path, engine, device, num_bytes=2**20)
+        device.close()
+        assert {transfer.error for transfer in seen.transfers} == {"device memory: 4096 bytes do not fit"}
+        found = outcomes(transfers=seen)
+        assert list(found) == DEVICE_ROWS
+        assert all(outcome is Outcome.FAIL and "--device cpu" in advice for outcome, advice in found.values())
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_device_that_cannot_be_used_is_a_failed_line(self) -> None:
+        checks = judge(GOOD_STORAGE, GOOD_MEMORY, GOOD_COMPUTE, why_no_device="cuda:0 cannot be used: it was lost")
+        (failed,) = (check for check in checks if check.outcome is Outcome.FAIL)
+        assert (failed.name, failed.found) == ("device", "cuda:0 cannot be used: it was lost")
 
 
 class TestDrive:

@@ -72,6 +72,10 @@ class IoEngine(ABC):
     def describe(self) -> str:
         """One line for people: the engine, its mode (direct, buffered, GDS, compatibility) and why."""
 
+    def describe_device_path(self) -> str:
+        """How device memory moves to and from files, and why so; for people. Empty where the engine takes none."""
+        return ""
+
     @abstractmethod
     def statistics(self) -> IoStatistics:
         """A snapshot of the counters."""

@@ -123,8 +123,11 @@ class BounceEngine(IoEngine):
         self.inner.forget(path)
 
     def describe(self) -> str:
+        return f"{self.inner.describe()}; memory of {self._device.describe()} {self.describe_device_path()}"
+
+    def describe_device_path(self) -> str:
         ring = f"{len(self._pool)} host buffers of {self._slot_bytes / 2**20:g} MiB"
-        return f"{self.inner.describe()}; memory of {self._device.describe()} through {ring}"
+        return f"through {ring}, because the engine {self.inner.name} takes host memory only"
 
     def statistics(self) -> IoStatistics:
         """The inner engine's, but that a request counts once and not once a part. Its time in flight is of I/O alone.
@@ -178,12 +181,14 @@ class BounceEngine(IoEngine):
         failure: TransferError | None = None
         # The future waits for the parts that other threads still move: only then is the buffer the caller's again.
         if request.failure is None:
-            slot = self._slots.get_nowait()
             try:
-                self._move(request, start, num_bytes, slot)
+                slot = self._slots.get_nowait()
+                try:
+                    self._move(request, start, num_bytes, slot)
+                finally:
+                    self._slots.put(slot)
             except Exception as error:
                 failure = self._failure(request, error)
-            self._slots.put(slot)
         with self._lock:
             request.failure = request.failure or failure
             request.parts_left -= 1

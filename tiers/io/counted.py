@@ -53,6 +53,9 @@ class CountedEngine(IoEngine):
     def describe(self) -> str:
         return self.inner.describe()
 
+    def describe_device_path(self) -> str:
+        return self.inner.describe_device_path()
+
     def statistics(self) -> IoStatistics:
         return self.inner.statistics()
 

@@ -136,22 +136,24 @@ class KvikioEngine(IoEngine):
 
     def describe(self) -> str:
         defaults = self._kvikio.defaults
-        says = [f"kvikio {self._kvikio.__version__}: "]
-        if self._uses_gds():
-            says[0] += "GDS (GPUDirect Storage, file to GPU memory without a copy in host memory)"
-            why_no_gds = _why_no_gds()
-            if why_no_gds:
-                says[0] += f" as asked for, but {why_no_gds}, so cuFile may copy all the same"
-        else:
-            says[0] += "compatibility mode (POSIX direct I/O, bounce buffers for GPU memory), because "
-            asked = defaults.get("compat_mode") == self._kvikio.CompatMode.ON
-            says[0] += self._why_compat or ("it was asked for" if asked else "kvikio found GDS not usable here")
+        says = [f"kvikio {self._kvikio.__version__}: {self.describe_device_path()}"]
         says.append(f"{defaults.get('num_threads')} threads, tasks of {self._task_bytes / 2**20:g} MiB")
         if self._why:
             says.append(f"chosen because {self._why}")
         if self._refused:
             says.append(f"buffered: {self._refused}")
         return "; ".join(says)
+
+    def describe_device_path(self) -> str:
+        if self._uses_gds():
+            says = "GDS (GPUDirect Storage, file to GPU memory without a copy in host memory)"
+            why_no_gds = _why_no_gds()
+            if why_no_gds:
+                says += f" as asked for, but {why_no_gds}, so cuFile may copy all the same"
+            return says
+        asked = self._kvikio.defaults.get("compat_mode") == self._kvikio.CompatMode.ON
+        why = self._why_compat or ("it was asked for" if asked else "kvikio found GDS not usable here")
+        return f"compatibility mode (POSIX direct I/O, bounce buffers for GPU memory), because {why}"
 
     def mode_of(self, path: Path) -> str:
         """How host memory moves to and from a file: ``direct, ...`` or ``buffered: `` and why. Raises OSError."""

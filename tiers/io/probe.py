@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from hoist.tiers.device.base import Device
+from hoist.tiers.device.here import HereDevice
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine
 
@@ -133,17 +136,19 @@ def measure_bandwidth(
     num_bytes: int = 256 * 2**20,
     request_bytes: int = 4 * 2**20,
     in_flight: int = 4,
+    device: Device | None = None,
 ) -> Bandwidth:
     """Write, flush, read and check a temporary file of about ``num_bytes`` in ``directory``; it is always removed.
 
     Requests are of ``request_bytes`` (a multiple of 4096), ``in_flight`` of them at once; host memory used is that many
-    buffers and one more. The engine should do nothing else meanwhile. Raises StoreRefusedError where the file cannot be
-    made, TransferError where a transfer fails.
+    buffers and one more. With ``device`` the buffers lie in its memory, which the engine must take then. The engine
+    should do nothing else meanwhile. Raises StoreRefusedError where the file cannot be made, TransferError where a
+    transfer fails.
     """
     num_requests = _num_requests(num_bytes, request_bytes, in_flight)
     path = make_file(directory, num_requests * request_bytes)
     try:
-        return _measure(path, engine, num_requests, request_bytes, in_flight)
+        return _measure(path, engine, num_requests, request_bytes, in_flight, device or HereDevice())
     finally:
         engine.forget(path)
         path.unlink()
@@ -179,15 +184,18 @@ def _remove_left(directory: Path) -> None:
                 path.unlink()
 
 
-def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int) -> Bandwidth:
+def _measure(
+    path: Path, engine: IoEngine, num_requests: int, request_bytes: int, in_flight: int, device: Device
+) -> Bandwidth:
     buffered_before = engine.statistics().buffered_bytes
-    ring = [aligned_buffer(request_bytes) for _ in range(min(in_flight, num_requests))]
+    ring = [aligned_buffer(request_bytes, device) for _ in range(min(in_flight, num_requests))]
     contents = Contents(request_bytes)
+    compute = device.stream("compute")
     for buffer in ring:
-        contents.fill(buffer)
+        compute.put(partial(contents.fill, buffer)).wait()
 
     def write(index: int, buffer: torch.Tensor) -> Future[None]:
-        contents.stamp(index, buffer)
+        compute.put(partial(contents.stamp, index, buffer)).wait()
         return engine.write(path, index * request_bytes, buffer)
 
     def read(index: int, buffer: torch.Tensor) -> Future[None]:
@@ -206,7 +214,7 @@ def _measure(path: Path, engine: IoEngine, num_requests: int, request_bytes: int
     finished, cpu = time.perf_counter(), time.process_time() - started_cpu
     # Checking takes as long as reading: it has a pass of its own, on buffers that hold nothing of the answer.
     for buffer in ring:
-        buffer.fill_(0xAA)
+        compute.put(partial(_spoil, buffer)).wait()
     stream(num_requests, ring, read, check)
     total = num_requests * request_bytes
     return Bandwidth(
@@ -241,9 +249,9 @@ class Contents:
         return bool(torch.equal(stamps, self._pages + index * len(self._pages)))
 
     def is_whole(self, index: int, buffer: torch.Tensor) -> bool:
-        """Whether every byte is request ``index``'s. Not from several threads at once."""
+        """Whether every byte is request ``index``'s, wherever it lies. Not from several threads at once."""
         self.stamp(index, self._expected)
-        return bool(torch.equal(buffer, self._expected))
+        return bool(torch.equal(buffer.cpu(), self._expected))
 
 
 def stream(
@@ -278,8 +286,12 @@ def stream(
     return stop
 
 
-def aligned_buffer(num_bytes: int) -> torch.Tensor:
-    """uint8 on the CPU, at an address that direct I/O takes; its content is undefined."""
-    whole = torch.empty(num_bytes + IO_ALIGN_BYTES, dtype=torch.uint8)
+def _spoil(buffer: torch.Tensor) -> None:
+    buffer.fill_(0xAA)
+
+
+def aligned_buffer(num_bytes: int, device: Device | None = None) -> torch.Tensor:
+    """uint8 on the CPU, or the device, at an address that direct I/O takes; its content is undefined."""
+    whole = (device or HereDevice()).allocate(num_bytes + IO_ALIGN_BYTES, "measuring")
     skip = -whole.data_ptr() % IO_ALIGN_BYTES
     return whole[skip : skip + num_bytes]

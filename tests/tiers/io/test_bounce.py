@@ -3,82 +3,31 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
-from hoist.tiers.device.base import Device, Mark, Stream, StreamWork
+from hoist.tiers.device.base import Device
 from hoist.tiers.device.here import HereDevice
 from hoist.tiers.errors import DeviceError, TransferError
 from hoist.tiers.io import BounceEngine, DirectEngine, IoEngine, for_device, needs_ring
 from hoist.tiers.io.alignment import cut_at_pages
 from hoist.tiers.io.counted import CountedEngine
+from tests.support.buffers import PAGE_BYTES as PAGE
 from tests.support.buffers import DeviceMemory, Memory, buffer_bytes, empty_buffer, make_file
 from tests.support.engines import Fail, FaultyEngine, Gate, Hold, RecordedRequest, RecordingEngine, WrapperEngine
+from tests.support.late_device import LateDevice
 from tests.tiers.io.conformance import EngineConformance
 
-PAGE = 4096
 
-
-class _Unwaited(Mark):
-    """Behind work that is done only when somebody waits for it."""
-
-    def __init__(self, stream: str, work: StreamWork) -> None:
-        self.stream = stream
-        self._work = work
-
-    def wait(self) -> None:
-        self._work()
-
-
-class _LazyStream(Stream):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def put(self, work: StreamWork, *, after: Sequence[Mark] = ()) -> Mark:
-        return _Unwaited(self.name, work)
-
-
-class OwnMemory(HereDevice):
-    """Memory of its own; a copy whose mark nobody waits for is never made."""
-
-    is_separate = True
-
-    def __init__(self) -> None:
-        self._addresses: set[int] = set()
-
-    def stream(self, name: str) -> Stream:
-        return _LazyStream(name)
-
-    def allocate(self, num_bytes: int, label: str) -> torch.Tensor:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self._addresses.add(memory.untyped_storage().data_ptr())
-        return memory
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._addresses
-
-
-class LostDevice(OwnMemory):
-    """Its copies fail in a stream of this name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def stream(self, name: str) -> Stream:
-        return _LostStream(name) if name == self._name else super().stream(name)
-
-
-class _LostStream(_LazyStream):
-    def put(self, work: StreamWork, *, after: Sequence[Mark] = ()) -> Mark:
-        def fail() -> None:
-            raise DeviceError("cuda:0 was lost; restart")
-
-        return _Unwaited(self.name, fail)
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    device = LateDevice(seed=3)
+    yield device
+    device.close()
 
 
 class _OfHostsOnly(WrapperEngine):
@@ -105,10 +54,6 @@ def bounce(inner: IoEngine, device: Device, *, num_slots: int = 3, part_bytes: i
 
 class TestDeviceMemoryConforms(EngineConformance):
     @pytest.fixture
-    def device(self) -> Device:
-        return OwnMemory()
-
-    @pytest.fixture
     def memory(self, device: Device) -> Memory:
         return DeviceMemory(device)
 
@@ -120,14 +65,13 @@ class TestDeviceMemoryConforms(EngineConformance):
 
 class TestHostMemoryConforms(EngineConformance):
     @pytest.fixture
-    def engine(self) -> Iterator[IoEngine]:
-        with bounce(DirectEngine(num_threads=2), OwnMemory()) as engine:
+    def engine(self, device: Device) -> Iterator[IoEngine]:
+        with bounce(DirectEngine(num_threads=2), device) as engine:
             yield engine
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
-def test_much_more_than_the_ring_both_ways_at_once(tmp_path: Path, num_slots: int) -> None:
-    device = OwnMemory()
+def test_much_more_than_the_ring_both_ways_at_once(device: LateDevice, tmp_path: Path, num_slots: int) -> None:
     memory = DeviceMemory(device)
     sizes = [40 * PAGE + 7, PAGE, 0, 9 * PAGE, 3]
     sources = [memory.random(num_bytes, seed=num_bytes) for num_bytes in sizes]
@@ -150,9 +94,8 @@ def test_much_more_than_the_ring_both_ways_at_once(tmp_path: Path, num_slots: in
     assert max(request.num_bytes for request in inner.requests) == 2 * PAGE
 
 
-def test_what_is_passed_on_waits_for_no_slot(tmp_path: Path) -> None:
+def test_what_is_passed_on_waits_for_no_slot(device: LateDevice, tmp_path: Path) -> None:
     gate = Gate()
-    device = OwnMemory()
     path = make_file(tmp_path / "file", b"\x07" * 2 * PAGE)
 
     def hold_slots(request: RecordedRequest) -> Hold | None:
@@ -170,11 +113,10 @@ def test_what_is_passed_on_waits_for_no_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_part_that_fails_is_named_and_ends_its_request_alone(tmp_path: Path, operation: str) -> None:
+def test_a_part_that_fails_ends_its_request_alone(device: LateDevice, tmp_path: Path, operation: str) -> None:
     def fail_in_the_middle(request: RecordedRequest) -> Fail | None:
         return Fail() if request.offset == 2 * PAGE else None
 
-    device = OwnMemory()
     memory = DeviceMemory(device)
     path = make_file(tmp_path / "file", 8 * PAGE)
     inner = RecordingEngine(FaultyEngine(DirectEngine(num_threads=1), fail_in_the_middle))
@@ -189,22 +131,25 @@ def test_a_part_that_fails_is_named_and_ends_its_request_alone(tmp_path: Path, o
     assert [request.offset // PAGE for request in inner.requests] == [0, 1, 2, 4, 5]
 
 
-@pytest.mark.parametrize(("stream", "operation"), [("bounce-up", "read"), ("bounce-down", "write")])
-def test_a_lost_device_is_a_transfer_that_failed(tmp_path: Path, stream: str, operation: str) -> None:
-    device = LostDevice(stream)
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_lost_device_is_a_transfer_that_failed(device: LateDevice, tmp_path: Path, operation: str) -> None:
+    def lose() -> None:
+        raise DeviceError("it was lost")
+
+    with pytest.raises(DeviceError):
+        device.stream("compute").put(lose).wait()
     path = make_file(tmp_path / "file", b"\x01" * 2 * PAGE)
     with bounce(DirectEngine(num_threads=1), device) as engine:
         buffer = DeviceMemory(device).empty(2 * PAGE)
         call = engine.read if operation == "read" else engine.write
-        expected = rf"^{operation} of {2 * PAGE} bytes at offset 0 of {path} failed: cuda:0 was lost; restart$"
+        expected = rf"^{operation} of {2 * PAGE} bytes at offset 0 of {path} failed: late device.*it was lost"
         with pytest.raises(TransferError, match=expected) as caught:
             call(path, 0, buffer).result()
         assert isinstance(caught.value.__cause__, DeviceError)
     assert path.read_bytes() == b"\x01" * 2 * PAGE
 
 
-def test_a_ring_that_is_none_is_a_bug_at_once() -> None:
-    device = OwnMemory()
+def test_a_ring_that_is_none_is_a_bug_at_once(device: LateDevice) -> None:
     with DirectEngine() as inner:
         for ring, part_bytes in (
             (empty_buffer(PAGE), 100),
@@ -217,7 +162,7 @@ def test_a_ring_that_is_none_is_a_bug_at_once() -> None:
                 BounceEngine(inner, device=device, ring=ring, part_bytes=part_bytes)
 
 
-def test_it_is_made_where_it_is_needed_and_leaves_the_engine_inside_open(tmp_path: Path) -> None:
+def test_it_is_made_where_it_is_needed_and_leaves_the_engine_inside_open(device: LateDevice, tmp_path: Path) -> None:
     class Takes(WrapperEngine):
         def __init__(self, inner: IoEngine) -> None:
             super().__init__(inner)
@@ -230,10 +175,10 @@ def test_it_is_made_where_it_is_needed_and_leaves_the_engine_inside_open(tmp_pat
     ring = empty_buffer(PAGE)
     path = make_file(tmp_path / "file", PAGE)
     with DirectEngine(num_threads=1) as inner:
-        for engine, device in ((inner, HereDevice()), (CountedEngine(Takes(inner), Ledger()), OwnMemory())):
-            assert not needs_ring(engine, device)
-            assert for_device(engine, device, ring=ring, part_bytes=PAGE) is engine
-        made = for_device(CountedEngine(inner, Ledger()), OwnMemory(), ring=ring, part_bytes=PAGE)
+        for engine, other in ((inner, HereDevice()), (CountedEngine(Takes(inner), Ledger()), device)):
+            assert not needs_ring(engine, other)
+            assert for_device(engine, other, ring=ring, part_bytes=PAGE) is engine
+        made = for_device(CountedEngine(inner, Ledger()), device, ring=ring, part_bytes=PAGE)
         assert isinstance(made, BounceEngine)
         made.close()
         with pytest.raises(ValueError, match="closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"in_flight": 0}, "in_flight: got 0"),
     ],
 )
-def test_settings_are_checked(tmp_path: Path, setting: dict[str, int], message: str) -> None:
+def test_settings_are_checked(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
     with DirectEngine(num_threads=1) as engine, pytest.raises(ValueError, match=message):
         measure_bandwidth(tmp_path, engine, **setting)
 
