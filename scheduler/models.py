@@ -350,13 +350,13 @@ def make_absent(model: PreTrainedModel) -> None:
             raise ModelError(f"{type(model).__name__}: {name} is not registered as a parameter of its module")
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Have the buffers that are not in ``state_dict()`` (rotary frequencies and the like) on ``device``."""
+def other_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """The buffers that are not in ``state_dict()`` (rotary frequencies and the like): module, name there, tensor."""
     for module in model.modules():
-        for name in module._non_persistent_buffers_set:
+        for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                yield module, name, buffer
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:

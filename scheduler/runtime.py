@@ -188,7 +188,10 @@ class Runtime:
         model.take()
         self._compile_backend = compile_backend
         self._compiled = None if compile_backend is None else CompiledLayers(model, compile_backend)
-        self._direct = self._direct_gradients()
+        #: Per stage, what its forwards run in, so that gradients go where they belong.
+        self._direct: list[AbstractContextManager[object]] = []
+        # In the stream of computation: autograd adds gradients up in the stream in which it first met a weight.
+        device.stream("compute").put(self._meet_weights).wait()
 
     # ------------------------------------------------------------------ the executor's side
 
@@ -229,6 +232,8 @@ class Runtime:
         self._bound.clear()
         self._direct.clear()
         self._steps.clear()
+        if self._device.is_separate:
+            self._model.move_back()
         self._model.give_back()
 
     def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
@@ -583,12 +588,16 @@ class Runtime:
 
     # ------------------------------------------------------------------ gradients
 
-    def _direct_gradients(self) -> list[AbstractContextManager[object]]:
-        """Per stage: where each weight's gradient goes. Those of linear and embedding weights go there directly.
+    def _meet_weights(self) -> None:
+        """Have the model where it computes, and find out where each weight's gradient goes.
 
-        Not those of compiled layers: their graphs make all gradients themselves, and autograd hands them to the hooks.
+        Those of linear and embedding weights go there directly. Not those of compiled layers: their graphs make all
+        gradients themselves, and autograd hands them to the hooks. Nor those made by other kernels than the CPU's,
+        which do not give the same bits block by block.
         """
-        modes: list[AbstractContextManager[object]] = []
+        if self._device.is_separate:
+            self._model.move_to(self._device.torch_device)
+        in_blocks = self._device.torch_device.type == "cpu"
         for index, stage in enumerate(self._stages):
             targets: dict[Tensor, Target] = {}
             stage.bind(self._bound[index])
@@ -598,8 +607,9 @@ class Runtime:
                     parameter.register_post_accumulate_grad_hook(accumulate_into(targets[parameter]))
             stage.unbind()
             is_compiled = self._compiled is not None and isinstance(stage, LayerStage)
-            modes.append(nullcontext() if is_compiled else DirectGradients(targets, self._places.block))
-        return modes
+            self._direct.append(
+                DirectGradients(targets, self._places.block) if in_blocks and not is_compiled else nullcontext()
+            )
 
     def _target(self, stage: int, name: str) -> Target:
         placed = self._own[stage].get(name)

@@ -225,7 +225,9 @@ def prepare(
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in weights), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
     compiler = KEPT_BYTES if config.compile else 0
-    largest_block = max((block_elements(tensor.spec.shape) for tensor in placed.values()), default=0)
+    in_blocks = device.torch_device.type == "cpu"
+    blocks = [block_elements(tensor.spec.shape) for tensor in placed.values()] if in_blocks else []
+    largest_block = max(blocks, default=0)
     demand = Demand(
         stages=tuple(
             StageBytes(

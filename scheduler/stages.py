@@ -25,7 +25,7 @@ from hoist.scheduler.models import (
     absent,
     initialize_tensors,
     make_absent,
-    move_buffers,
+    other_buffers,
     shared_locations,
     stage_seed,
 )
@@ -77,7 +77,7 @@ class _Weight:
         """Have the absent tensor on a device, and in the places; it must not be bound."""
         # One element stands for all; copying the whole would give it memory.
         element = absent(torch.empty(()), self.dtype)
-        self.absent = self.wrap(element.to(device).expand(self.absent.shape), trainable=False)
+        self.absent = self.wrap(element.to(device, copy=True).expand(self.absent.shape), trainable=False)
         self.put(self.absent)
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -397,6 +397,8 @@ class StagedModel:
         #: Canonical name of each further name that ``state_dict()`` has for a shared tensor.
         self.aliases = aliases
         self._in_use = False
+        #: Buffers that a device has copies of: where each belongs.
+        self._at_home: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._by_name = {spec.name: (stage, spec) for stage in stages for spec in stage.tensors}
 
     def take(self) -> None:
@@ -411,12 +413,24 @@ class StagedModel:
     def move_to(self, device: torch.device) -> None:
         """Have what no stage binds on ``device``, where stages then compute: absent weights, buffers of no store.
 
-        No stage may be bound.
+        No stage may be bound. Until :meth:`move_back`.
         """
+        self._move_absent(device)
+        self._at_home = list(other_buffers(self.model))
+        for module, name, buffer in self._at_home:
+            module._buffers[name] = buffer.to(device, copy=True)
+
+    def move_back(self) -> None:
+        """Undo :meth:`move_to`, with nothing asked of that device, which may be lost."""
+        self._move_absent(torch.device("cpu"))
+        for module, name, buffer in self._at_home:
+            module._buffers[name] = buffer
+        self._at_home = []
+
+    def _move_absent(self, device: torch.device) -> None:
         for stage in self.stages:
             for weight in stage._owned.values():
                 weight.move_to(device)
-        move_buffers(self.model, device)
 
     def check_free(self) -> None:
         """Raise ConfigError if a trainer that is open uses the stages: sizing them would remove its gradient hooks."""

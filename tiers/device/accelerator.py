@@ -99,9 +99,11 @@ class AcceleratorStream(Stream):
 
 
 class AcceleratorDevice(Device):
-    """A device with memory of its own. ``compute`` is the stream that was current when this was made: torch's default.
+    """A device with memory of its own. None of its streams is torch's default one.
 
-    Autograd, the allocator and the workspaces of matrix products then need no care.
+    Others may wait for that without being asked: kvikio's copies do, as CUDA orders what it calls blocking streams.
+    Whatever computes must then be put into ``compute`` from its first use on: autograd adds gradients up in the stream
+    in which it first met a weight.
     """
 
     is_separate = True
@@ -118,11 +120,10 @@ class AcceleratorDevice(Device):
             # The first use makes the context: what is wrong with the device shows here, and not within a step.
             torch.empty(0, device=self.torch_device)
             properties = self._properties()
-            compute = self._module.current_stream(self.torch_device)
         except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
             raise DeviceError(f"{device} cannot be used: {_first_line(error)}; give another --device") from error
         self._lock = threading.Lock()
-        self._streams = {"compute": AcceleratorStream(self, "compute", compute)}
+        self._streams: dict[str, AcceleratorStream] = {}
         #: Regions that are locked: by address; kept, so that they are not unmapped while they are.
         self._pinned: dict[int, torch.Tensor] = {}
         self._node = pinning.numa_node(pinning.pci_address(properties))
