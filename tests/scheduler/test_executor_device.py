@@ -38,6 +38,7 @@ class ToyMark:
     key: Key
     after: Sequence[ToyMark]
     asked: threading.Event = field(default_factory=threading.Event)
+    seen: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     _reached: threading.Event = field(default_factory=threading.Event)
 
@@ -52,6 +53,7 @@ class ToyMark:
     def wait(self) -> None:
         self.asked.set()
         assert self._reached.wait(PATIENCE)
+        self.seen.set()
         if self.error is not None:
             raise self.error
 
@@ -461,15 +463,19 @@ def test_an_interrupt_while_a_loss_is_waited_for_leaves_the_device_to_close(devi
 
 
 def test_close_waits_for_what_was_issued_and_starts_nothing(device: Device, executor: Executor) -> None:
-    executor.run(plan_of((Kind.FORWARD, "", "a"), (Kind.MERGE, "", "b"), (Kind.UPDATE, "ab", "c")), 1)
+    executor.run(
+        plan_of((Kind.FORWARD, "", "a"), (Kind.BACKWARD, "", "b"), (Kind.MERGE, "", "c"), (Kind.UPDATE, "abc", "d")), 1
+    )
+    device.mark(1, 2)
     closing = Caller(executor.close)
     wait_until_closed(executor)
     device.mark(1, 0).reach()
-    assert device.mark(1, 1).asked.wait(PATIENCE)
-    assert not closing.done
-    device.mark(1, 1).reach()
+    for piece in (1, 2):
+        assert device.mark(1, piece).asked.wait(PATIENCE)
+        assert not closing.done
+        device.mark(1, piece).reach()
     closing.result()
-    assert not device.began(1, 2)
+    assert not device.began(1, 3)
 
 
 def test_each_stream_has_a_thread_from_its_first_op_until_close(device: Device, executor: Executor) -> None:
@@ -516,6 +522,7 @@ def test_an_end_is_told_after_those_that_it_came_after(device: Device, ends: End
     assert all(device.mark(1, piece).asked.wait(PATIENCE) for piece in range(3))
     for piece in (2, 1, 0):
         device.mark(1, piece).reach()
+        assert device.mark(1, piece).seen.wait(PATIENCE)
     executor.drain()
     assert ends.order == [(1, 0), (1, 1), (1, 2)]
 
