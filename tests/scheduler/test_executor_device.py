@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hoist.scheduler.executor import Done, Executor, Mark
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Lane, Op
-from tests.scheduler.test_executor import PATIENCE, Caller, plan_of, wait_until_closed
+from tests.scheduler.test_executor import PATIENCE, Caller, Gate, plan_of, wait_until_closed
 
 #: Kinds of the toy device, each with its stream. UNBIND, which is the device's too, only keeps books: it makes no mark.
 STREAMS = {
@@ -63,6 +63,9 @@ class Device:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.stream_of = dict(STREAMS)
+        #: Hold ops that have put their work in a stream, before they return.
+        self.gates: dict[Key, Gate] = {}
         self.begun: list[Key] = []
         self.marks: dict[Key, ToyMark] = {}
         self.afters: dict[Key, tuple[Key, ...]] = {}
@@ -79,7 +82,7 @@ class Device:
         with self.changed:
             self.begun.append(key)
             self.afters[key] = tuple(mark.key for mark in marks)
-            stream = STREAMS.get(op.kind)
+            stream = self.stream_of.get(op.kind)
             sure = self.behind([*marks, *self.streams.get(stream or "", ())])
             for before in self.predecessors.get(key, ()):
                 mark = self.marks.get(before)
@@ -92,6 +95,8 @@ class Device:
             self.changed.notify_all()
         if key in self.errors:
             raise self.errors[key]
+        if key in self.gates:
+            self.gates[key].hold()
         return made
 
     def start(self, op: Op, step: int, done: Done) -> None:
@@ -228,6 +233,25 @@ def test_of_one_stream_only_the_last_mark_is_passed(device: Device, executor: Ex
         1,
     )
     assert device.afters[1, 4] == ((1, 2),)
+
+
+def test_of_two_that_are_put_in_a_stream_at_the_same_time_both_marks_are_passed(
+    device: Device, executor: Executor
+) -> None:
+    """Which of them is the last is not known."""
+    device.stream_of[Kind.MERGE] = "compute"
+    plan = plan_of(
+        (Kind.FORWARD, "", "a"), (Kind.MERGE, "", "b"), (Kind.BACKWARD, "ab", "c"), (Kind.BACKWARD, "abc", "d")
+    )
+    gates = device.gates[1, 0], device.gates[1, 1] = Gate(), Gate()
+    caller = Caller(lambda: executor.run(plan, 1))
+    for gate in gates:
+        assert gate.begun.wait(PATIENCE)
+    for gate in gates:
+        gate.open()
+    caller.result()
+    assert sorted(device.afters[1, 2]) == [(1, 0), (1, 1)]
+    assert device.afters[1, 3] == ((1, 2),)
 
 
 def test_what_only_keeps_books_ends_when_what_it_comes_after_has_ended(
