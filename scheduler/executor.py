@@ -117,7 +117,7 @@ class _Run:
         self.done = [False] * len(self.ops)
         self.num_left = len(self.ops)
         #: Ops that :meth:`Executor.run` waits for the ends of: what says the step's loss and measures its gradients.
-        self.num_awaited = sum(op.kind is Kind.NORM or op.kind is Kind.LOSS for op in self.ops)
+        self.num_awaited = sum(op.kind in _AWAITED for op in self.ops)
         #: Ops of the next step that wait for an op of this one.
         self.later: dict[int, list[tuple[_Run, int]]] = {}
         #: Per op, whether its kind is the device's; empty if there are no such kinds.
@@ -374,10 +374,9 @@ class Executor:
 
     def _complete(self, run: _Run, index: int) -> list[_Item]:
         """An op has ended; returns what can start now. The lock is held."""
-        kind = run.ops[index].kind
         ready = self._release(run, index)
         run.num_left -= 1
-        if kind is Kind.NORM or kind is Kind.LOSS:
+        if run.num_awaited and run.ops[index].kind in _AWAITED:
             run.num_awaited -= 1
         if not run.num_left:
             self._runs.remove(run)
@@ -392,20 +391,13 @@ class Executor:
     def _release(self, run: _Run, index: int) -> list[_Item]:
         """Those that waited for the op's end wait for it no longer. The lock is held."""
         run.done[index] = True
-        followers = [(run, later) for later in run.linked.dependents[index]]
-        if run.behind.pop(index, None) is not None:  # the device's do not wait since it was issued
-            followers = [item for item in followers if not run.shares_device(index, *item)]
-        followers += run.later.pop(index, ())
-        return self._let_go(followers)
-
-    def _let_go(self, followers: Sequence[_Item]) -> list[_Item]:
-        """One thing less that each waits for; returns those that can start. The lock is held."""
-        ready: list[_Item] = []
-        for item in followers:
-            other, later = item
-            other.waiting[later] -= 1
-            if not other.waiting[later]:
-                ready.append(item)
+        followers = run.linked.dependents[index]
+        if run.behind and run.behind.pop(index, None) is not None:  # the device's do not wait since it was issued
+            followers = tuple(later for later in followers if not run.shares_device(index, run, later))
+        ready = _let_go(run, followers)
+        if run.later:
+            for other, later in run.later.pop(index, ()):
+                ready += _let_go(other, (later,))
         return ready
 
     def _dispatch(self, ready: list[_Item]) -> None:
@@ -538,13 +530,15 @@ class Executor:
         """
         run.behind[index] = behind
         followers = [(run, later) for later in run.linked.dependents[index]]
-        followers += run.later.get(index, ())
-        followers = [item for item in followers if run.shares_device(index, *item)]
         if index in run.later:
+            followers += run.later[index]
             run.later[index] = [item for item in run.later[index] if not run.shares_device(index, *item)]
+        ready: list[_Item] = []
         for other, later in followers:
-            other.after.setdefault(later, []).extend(behind)
-        return self._let_go(followers)
+            if run.shares_device(index, other, later):
+                other.after.setdefault(later, []).extend(behind)
+                ready += _let_go(other, (later,))
+        return ready
 
     def _end_after(self, item: _Item, start: float, after: Sequence[_Issued]) -> None:
         """An op of the device has returned without a mark: it has ended when those that it comes after have."""
@@ -610,6 +604,19 @@ class Executor:
         return sorted(taken, key=lambda span: span.start)
 
 
+def _let_go(run: _Run, indices: Sequence[int]) -> list[_Item]:
+    """Some ops wait for one thing less; returns those that can start."""
+    ready: list[_Item] = []
+    waiting = run.waiting
+    for index in indices:
+        waiting[index] -= 1
+        if not waiting[index]:
+            ready.append((run, index))
+    return ready
+
+
+#: Kinds whose ends :meth:`Executor.run` waits for.
+_AWAITED = (Kind.NORM, Kind.LOSS)
 #: Ops that pass a micro-batch through a stage.
 _PASSING = frozenset({Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.EVALUATE})
 

@@ -120,12 +120,11 @@ class Streams(Generic[_Item]):
             issued.mark.wait()
         except BaseException as raised:  # goes to whoever is told
             error = raised
-        stop = perf_counter()
         with self._lock:
             # They have been reached too, unless this one failed at once; whoever waits for them is about to say so.
             while not all(each.has_ended for each in issued.after):
                 self._settled.wait()
-            start = min(stop, self._start(issued))
+            start, stop = self._start(issued), perf_counter()
         self._ended(issued, start, stop, error)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hoist.scheduler.executor import Done, Executor, Mark
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Lane, Op
-from tests.scheduler.test_executor import PATIENCE, Caller, plan_of, wait_until_closed
+from tests.scheduler.test_executor import PATIENCE, Caller, Gate, plan_of, wait_until_closed
 
 #: Kinds of the toy device, each with its stream. UNBIND, which is the device's too, only keeps books: it makes no mark.
 STREAMS = {
@@ -38,6 +38,7 @@ class ToyMark:
     key: Key
     after: Sequence[ToyMark]
     asked: threading.Event = field(default_factory=threading.Event)
+    seen: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     _reached: threading.Event = field(default_factory=threading.Event)
 
@@ -52,6 +53,7 @@ class ToyMark:
     def wait(self) -> None:
         self.asked.set()
         assert self._reached.wait(PATIENCE)
+        self.seen.set()
         if self.error is not None:
             raise self.error
 
@@ -61,6 +63,9 @@ class Device:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.stream_of = dict(STREAMS)
+        #: Hold ops that have put their work in a stream, before they return.
+        self.gates: dict[Key, Gate] = {}
         self.begun: list[Key] = []
         self.marks: dict[Key, ToyMark] = {}
         self.afters: dict[Key, tuple[Key, ...]] = {}
@@ -77,7 +82,7 @@ class Device:
         with self.changed:
             self.begun.append(key)
             self.afters[key] = tuple(mark.key for mark in marks)
-            stream = STREAMS.get(op.kind)
+            stream = self.stream_of.get(op.kind)
             sure = self.behind([*marks, *self.streams.get(stream or "", ())])
             for before in self.predecessors.get(key, ()):
                 mark = self.marks.get(before)
@@ -90,6 +95,8 @@ class Device:
             self.changed.notify_all()
         if key in self.errors:
             raise self.errors[key]
+        if key in self.gates:
+            self.gates[key].hold()
         return made
 
     def start(self, op: Op, step: int, done: Done) -> None:
@@ -226,6 +233,25 @@ def test_of_one_stream_only_the_last_mark_is_passed(device: Device, executor: Ex
         1,
     )
     assert device.afters[1, 4] == ((1, 2),)
+
+
+def test_of_two_that_are_put_in_a_stream_at_the_same_time_both_marks_are_passed(
+    device: Device, executor: Executor
+) -> None:
+    """Which of them is the last is not known."""
+    device.stream_of[Kind.MERGE] = "compute"
+    plan = plan_of(
+        (Kind.FORWARD, "", "a"), (Kind.MERGE, "", "b"), (Kind.BACKWARD, "ab", "c"), (Kind.BACKWARD, "abc", "d")
+    )
+    gates = device.gates[1, 0], device.gates[1, 1] = Gate(), Gate()
+    caller = Caller(lambda: executor.run(plan, 1))
+    for gate in gates:
+        assert gate.begun.wait(PATIENCE)
+    for gate in gates:
+        gate.open()
+    caller.result()
+    assert sorted(device.afters[1, 2]) == [(1, 0), (1, 1)]
+    assert device.afters[1, 3] == ((1, 2),)
 
 
 def test_what_only_keeps_books_ends_when_what_it_comes_after_has_ended(
@@ -461,15 +487,19 @@ def test_an_interrupt_while_a_loss_is_waited_for_leaves_the_device_to_close(devi
 
 
 def test_close_waits_for_what_was_issued_and_starts_nothing(device: Device, executor: Executor) -> None:
-    executor.run(plan_of((Kind.FORWARD, "", "a"), (Kind.MERGE, "", "b"), (Kind.UPDATE, "ab", "c")), 1)
+    executor.run(
+        plan_of((Kind.FORWARD, "", "a"), (Kind.BACKWARD, "", "b"), (Kind.MERGE, "", "c"), (Kind.UPDATE, "abc", "d")), 1
+    )
+    device.mark(1, 2)
     closing = Caller(executor.close)
     wait_until_closed(executor)
     device.mark(1, 0).reach()
-    assert device.mark(1, 1).asked.wait(PATIENCE)
-    assert not closing.done
-    device.mark(1, 1).reach()
+    for piece in (1, 2):
+        assert device.mark(1, piece).asked.wait(PATIENCE)
+        assert not closing.done
+        device.mark(1, piece).reach()
     closing.result()
-    assert not device.began(1, 2)
+    assert not device.began(1, 3)
 
 
 def test_each_stream_has_a_thread_from_its_first_op_until_close(device: Device, executor: Executor) -> None:
@@ -516,6 +546,7 @@ def test_an_end_is_told_after_those_that_it_came_after(device: Device, ends: End
     assert all(device.mark(1, piece).asked.wait(PATIENCE) for piece in range(3))
     for piece in (2, 1, 0):
         device.mark(1, piece).reach()
+        assert device.mark(1, piece).seen.wait(PATIENCE)
     executor.drain()
     assert ends.order == [(1, 0), (1, 1), (1, 2)]
 

@@ -16,12 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from hoist.scheduler.annotate import OpNames
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.executor import Span
+from hoist.scheduler.executor import Executor, Span
 from hoist.scheduler.link import LinkedPlan, join
-from hoist.scheduler.ops import Lane
+from hoist.scheduler.ops import Kind, Lane
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.trace_file import base_nanoseconds
+from hoist.scheduler.traced import Traced
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.layout import Piece
+from tests.scheduler.test_executor import plan_of
+from tests.scheduler.test_executor_device import DEVICE, Device
 from tests.support.models import tiny_config
 from tests.support.processes import run_in_process
 from tests.support.traces import ReadTrace, Slice, read_trace
@@ -228,6 +232,49 @@ def test_an_op_that_fails_is_in_the_trace(tmp_path: Path) -> None:
             trainer.step(steps[0])
     assert [each.name for each in read_trace(path).ops if each.args.get("error") == "ZeroDivisionError"] == [
         "loss head mb 0"
+    ]
+
+
+def test_ops_in_streams_are_on_tracks_of_their_own(tmp_path: Path) -> None:
+    """They last until their marks are reached, also where those are seen late; what ends at once is on its lane's."""
+    linked = plan_of(
+        (Kind.MERGE, "", "w"),
+        (Kind.FORWARD, "w", "a"),
+        (Kind.UNBIND, "a", "u"),
+        (Kind.BACKWARD, "u", "g"),
+        (Kind.UPDATE, "g", "s"),
+        (Kind.BACKWARD, "", "x"),
+    )
+    names = OpNames(["a"], [[Piece(index=number, chunk=0, start=0, stop=4096) for number in range(6)]])
+    device, path = Device(), tmp_path / "trace.json"
+    with Trace(path) as trace:
+        traced = Traced(trace, device, names=names, io_bytes=lambda op: 0, held=lambda: (0, 0, 0))
+        executor = Executor(traced, device_kinds=DEVICE, ended=traced.ended)
+        traced.begin(linked, 1)
+        executor.run(linked, 1)
+        issued = [mark for _, mark in sorted(device.marks.items())]
+        for mark in reversed(issued[:-1]):
+            mark.reach()
+        device.wait_begun(1, 4)
+        issued[-1].reach(MemoryError("no room"))
+        with pytest.raises(MemoryError):
+            executor.drain()
+        executor.close()
+    found = read_trace(path)
+    names_of = {each.name: found.tracks[each.track] for each in found.ops}
+    assert names_of == {
+        "merge a chunk 0 piece 0": "up stream",
+        "forward a chunk 0 piece 1": "compute stream",
+        "unbind a chunk 0 piece 2": "compute",
+        "backward a chunk 0 piece 3": "compute stream",
+        "update a chunk 0 piece 4": "optim",
+        "backward a chunk 0 piece 5": "compute stream",
+    }
+    assert [each.name for each in found.ops if "error" in each.args] == ["backward a chunk 0 piece 5"]
+    assert [(found.tracks[tail], found.tracks[head]) for (tail, _), (head, _) in found.flows] == [
+        ("up stream", "compute stream"),  # to the forward; the unbinding has not waited for it
+        ("compute", "compute stream"),
+        ("compute stream", "optim"),
     ]
 
 
