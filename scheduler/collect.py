@@ -60,6 +60,7 @@ class Collector:
         memory: MemoryPlan,
         whereabouts: Whereabouts,
         budget_bytes: int,
+        device_budget_bytes: int | None = None,
         scratch_bytes: int,
         num_steps: int,
         interval_seconds: float,
@@ -67,7 +68,9 @@ class Collector:
         prediction: Mapping[str, Any] | None,
         wear: Callable[[], Mapping[str, Any] | None] | None,
     ) -> None:
-        """``num_steps``: of the whole run; 0: not known. ``step``: steps done so far. ``prediction`` and ``wear``: see
+        """``device_budget_bytes``: for a device with memory of its own; None: there is none.
+
+        ``num_steps``: of the whole run; 0: not known. ``step``: steps done so far. ``prediction`` and ``wear``: see
         :class:`RunStatus`.
         """
         self._store = store
@@ -77,6 +80,7 @@ class Collector:
         self._sampler = sampler
         self._whereabouts = whereabouts
         self._budget_bytes = budget_bytes
+        self._device_budget_bytes = device_budget_bytes
         #: None where the caller alone knows: a schedule without steps.
         self._num_steps = num_steps or None
         self._interval_seconds = interval_seconds
@@ -204,7 +208,7 @@ class Collector:
             nvme_bytes = self._store_bytes + allocation.free_bytes(self._store.directory)
         except OSError:
             nvme_bytes = self._store_bytes
-        budgets = {Tier.DEVICE: None, Tier.HOST: self._budget_bytes, Tier.NVME: nvme_bytes}
+        budgets = {Tier.DEVICE: self._device_budget_bytes, Tier.HOST: self._budget_bytes, Tier.NVME: nvme_bytes}
         return {
             tier.value: TierStatus(
                 budget_bytes=budgets[tier],

@@ -218,6 +218,11 @@ def probed_bytes(setup: Setup, engine: IoEngine, most_bytes: int = DRIVE_BYTES) 
     return 2 * request_bytes * max(1, -(-_file_bytes(setup, most_bytes) // request_bytes))
 
 
+def step_bytes(setup: Setup, config: TrainerConfig) -> tuple[int, int]:
+    """What a steady step reads from the drives and writes to them; nothing is measured for that."""
+    return Prices(setup, part_bytes=_LEAST_REQUEST).bytes_of(steady_plan(setup, config).ops)
+
+
 def priced(setup: Setup, config: TrainerConfig, measured: Measured, *, tokens: int, advise: bool = True) -> Prediction:
     """The prediction for a run with these buffers. ``tokens``: of a micro-batch. Pure, but for the time it takes."""
     linked = link(steady_plan(setup, config))

@@ -246,6 +246,7 @@ class Trainer:
             memory=self._setup.memory,
             whereabouts=whereabouts,
             budget_bytes=config.host_memory_bytes,
+            device_budget_bytes=config.device_memory_bytes,
             scratch_bytes=self._setup.scratch_bytes,
             num_steps=config.schedule.num_steps,
             interval_seconds=config.status_seconds,

@@ -43,6 +43,12 @@ class Forecast:
     host_budget_bytes: int
     device: Mapping[str, int]
     """Bytes of an accelerator's memory; none where the CPU computes, out of ``host``."""
+    device_name: str = "cpu"
+    """As torch names it."""
+    device_budget_bytes: int | None = None
+    """For its memory; None where that is the host's."""
+    step_bytes: tuple[int, int] | None = None
+    """What a step reads from the drives and writes to them, where no more than that is predicted."""
     nvme: Mapping[str, int]
     """Bytes of the store by kind, all slots of a chunk counted."""
     drives: tuple[DriveNeed, ...]
@@ -76,6 +82,9 @@ class Forecast:
             **{name: getattr(self, name) for name in ("why_not", "host_budget_bytes", "num_parameters", "steps_left")},
             "prediction": prediction,
             "run_seconds": self.run_seconds,
+            "device_name": self.device_name,
+            "device_budget_bytes": self.device_budget_bytes,
+            "step_bytes": None if self.step_bytes is None else list(self.step_bytes),
             "host": dict(self.host),
             "device": dict(self.device),
             "nvme": dict(self.nvme),

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hoist.scheduler.errors import CompileError
 from hoist.scheduler.memory import MemoryPlan
-from hoist.scheduler.preflight import DrivePlace, Measured, Prediction, predict
+from hoist.scheduler.preflight import DrivePlace, Measured, Prediction, predict, step_bytes
 from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES, Keep
 from hoist.scheduler.setup import Setup
 from hoist.tiers import allocation, drives
@@ -21,12 +22,18 @@ from hoist.tiers.format import SCRATCH_DIRECTORY
 from hoist.tiers.io.base import IoStatistics
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import StageLayout
+from hoist.tools import devices
 from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
 from hoist.tools.preparing import Prepared
 from hoist.tools.stop import Stop
 
 logger = logging.getLogger(__name__)
+
+#: Why nothing is predicted where the CPU does not compute.
+NO_DEVICE_PREDICTION = "what a device takes is not measured yet"
+#: What is in the label of a part of a budget, and the kind that it is of; the first that fits counts.
+_KIND_OF = (("gradient", "gradients"), ("weight", "weights"), ("activation", "activations"))
 
 
 class Told(Protocol):
@@ -42,7 +49,7 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
     The drive is measured through an engine like the run's own, whose counters are for what the run moves.
     Raises StoppedError on a signal.
     """
-    config, setup = run.options.trainer_config(), run.setup
+    config, setup = run.config, run.setup
     places = _places(run)
     prediction: Prediction | None = None
     measured: Measured | None = None
@@ -53,6 +60,8 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
         stop.check()
         report.progress(what, done, total, "parts")
 
+    if run.device.is_separate:
+        return _forecast(run, why_not=NO_DEVICE_PREDICTION)
     try:
         with choose_engine(run.options.io) as engine:
             try:
@@ -67,20 +76,36 @@ def make_forecast(run: Prepared, report: Told, stop: Stop) -> Forecast:
                 )
             finally:
                 moved = engine.statistics()
-    except StoppedError:
+    except (StoppedError, CompileError):
         raise
     except (HoistError, RuntimeError, ValueError, OSError) as error:
         logger.debug("no prediction", exc_info=True)
         why_not = str(error).partition("\n")[0]
+    return _forecast(run, prediction=prediction, why_not=why_not, measured=measured, moved=moved)
+
+
+def _forecast(
+    run: Prepared,
+    *,
+    prediction: Prediction | None = None,
+    why_not: str | None = None,
+    measured: Measured | None = None,
+    moved: IoStatistics | None = None,
+) -> Forecast:
+    config, setup = run.config, run.setup
+    host, device = devices.parts(setup.memory, run.device)
     return Forecast(
         prediction=prediction,
         why_not=why_not,
         measured=measured,
-        host=_host(setup.memory),
+        host=by_kind(host, setup.memory),
         host_budget_bytes=config.host_memory_bytes,
-        device={},
+        device=by_kind(device, setup.memory) if device else {},
+        device_name=str(run.device.torch_device),
+        device_budget_bytes=run.device_memory_bytes,
+        step_bytes=step_bytes(setup, config) if run.device.is_separate else None,
         nvme=_nvme(run.layouts, run.num_slots, setup),
-        drives=_needs(run, places),
+        drives=_needs(run, _places(run)),
         num_parameters=sum(placed.spec.num_elements for layout in run.layouts for placed in layout.trainable),
         steps_left=max(0, run.options.steps - run.step),
         measuring_read_bytes=0 if moved is None else moved.read_bytes,
@@ -114,23 +139,18 @@ def _probed(directory: Path) -> Path:
     return found
 
 
-def _host(memory: MemoryPlan) -> dict[str, int]:
-    """The budget's parts by kind."""
+def by_kind(parts: Sequence[tuple[str, int]], memory: MemoryPlan) -> dict[str, int]:
+    """What lies in a tier, by kind: the parts of a budget, as `memory.py` calls them. What moves through is scratch."""
     kept = memory.demand.keepable[: memory.num_kept]
     kept_moments = sum(candidate.num_bytes for candidate in kept if candidate.keep is Keep.MOMENTS)
-    return dict(
-        zip(
-            KINDS,
-            (
-                memory.weight_bytes + memory.kept_bytes - kept_moments,
-                kept_moments,
-                memory.gradients.num_bytes + memory.demand.loan_bytes + memory.demand.block_bytes,
-                memory.activation_bytes,
-                memory.ring_bytes + memory.workspace_bytes,
-            ),
-            strict=True,
-        )
-    )
+    found = dict.fromkeys(KINDS, 0)
+    for label, num_bytes in parts:
+        if label.startswith("states kept"):
+            found["moments"] += kept_moments
+            found["weights"] += num_bytes - kept_moments
+        else:
+            found[next((kind for word, kind in _KIND_OF if word in label), "scratch")] += num_bytes
+    return found
 
 
 def _nvme(layouts: Sequence[StageLayout], num_slots: int, setup: Setup) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from hoist.scheduler import compiling
 from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
@@ -27,12 +28,14 @@ from hoist.scheduler.trace_file import check_trace_path
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.allocation import DirectoryState, check_creatable, directory_state
 from hoist.tiers.dealing import measure, measured_bytes
+from hoist.tiers.device import Device
 from hoist.tiers.drives import check_places, refuse_drive
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import MODEL_DIRECTORY
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.store import Store
+from hoist.tools import devices
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.lora import add_adapters, with_adapters
@@ -61,6 +64,7 @@ def open_trainer(
     freeze: Sequence[str] = (),
     lora: LoraOptions | None = None,
     io: str = "auto",
+    device: str | Device = "auto",
     fresh: bool = False,
     verify: Literal["resume", "always", "never"] = "resume",
     trace: str | Path | None = None,
@@ -77,6 +81,10 @@ def open_trainer(
     for updates, ``never`` only sizes. Several directories, the main one first and one on each further drive, make a new
     store that is spread over them; an existing store needs its main one only. ``trace``: a file
     that gets what every lane did, op by op, for ui.perfetto.dev; compressed if its name ends in ``.gz``.
+
+    ``device`` is what computes: ``auto`` (an accelerator, if there is one), ``cpu``, a device as torch names it, or one
+    that the caller has made and closes. Without ``config.device_memory_bytes`` an accelerator gets 90% of what is free
+    in its memory. ``config.compile`` is tried here.
 
     What was not committed (:meth:`Trainer.commit`) when the ``with`` block ends is lost. Raises HoistError, with the
     store as it was, for what cannot work: a budget too small, a model that cannot be split, a store of another model.
@@ -109,8 +117,8 @@ def open_trainer(
                 "requires_grad off where they are frozen"
             )
         with open_module_trainer(
-            directory, further, model=model, config=config, io=io, resume=resume, fresh=fresh, verify=verify,
-            trace=trace,
+            directory, further, model=model, config=config, io=io, device=device, resume=resume, fresh=fresh,
+            verify=verify, trace=trace,
         ) as trainer:
             yield trainer
         return
@@ -129,6 +137,8 @@ def open_trainer(
     if lora is not None and (train or freeze):
         raise ConfigError("lora: cannot go with train or freeze; it trains its adapters alone")
     with ExitStack() as cleanup:
+        computing = cleanup.enter_context(devices.opened(device))
+        config = replace(config, device_memory_bytes=devices.budget_bytes(computing, config.device_memory_bytes))
         engine = cleanup.enter_context(choose_engine(io))
         opened: Store | None = None
         if resume:
@@ -156,11 +166,12 @@ def open_trainer(
             staged.keep_frozen_as(stored_dtypes(opened.layouts))
         elif source.checkpoint is not None:
             staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
+        compiling.check(config.backend_in_force, computing.torch_device)
         baseline_bytes = warm_up()
         if opened is not None:
-            setup = prepare(staged, opened.layouts, config)
+            setup = prepare(staged, opened.layouts, config, **devices.given(computing))
         else:
-            setup = prepare(staged, lay_out_stages(staged), config)
+            setup = prepare(staged, lay_out_stages(staged), config, **devices.given(computing))
             checkpoint = source.checkpoint
             check_creatable(directory, fresh=fresh)
             check_places(directory, further, fresh=fresh)
@@ -185,7 +196,7 @@ def open_trainer(
         yield cleanup.enter_context(
             Trainer(
                 model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup,
-                trace=None if trace is None else cleanup.enter_context(Trace(trace)),
+                trace=None if trace is None else cleanup.enter_context(Trace(trace)), **devices.given(computing),
             )
         )
 

@@ -116,6 +116,10 @@ class TrainOptions:
     """Train adapters around the frozen model instead: their rank and the like, see `tools/lora_options.py`."""
     store: tuple[str, ...] = ("hoist-store",)
     """The store's directory, resumed if it is there, made if not; then one on each further drive that it spans."""
+    device: str = "auto"
+    """What computes: auto (an accelerator, if there is one), cpu, or a device as torch names it, like cuda:1."""
+    device_memory: str = "auto"
+    """Budget for the memory of an accelerator; auto: 90% of what is free there."""
     host_memory: str = "4GiB"
     """Budget for host memory beyond the baseline of the process."""
     seq_len: int = 1024
@@ -181,6 +185,10 @@ class TrainOptions:
     """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
     """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
+    compile: bool = False
+    """Decoder layers are compiled by torch.compile."""
+    compile_backend: str = "inductor"
+    """What compiles them, of torch's backends."""
     dropout: float | None = None
     """Overrides every dropout probability of the model."""
     attention: Attention = "sdpa"
@@ -256,7 +264,10 @@ class TrainOptions:
         for name in ("store", "model", "metrics", "tensorboard", "trace"):
             if getattr(self, name) == "" or (name == "store" and "" in self.store):
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
+        if self.device == "":
+            raise ConfigError("--device: '' is not allowed; give auto, cpu, or a device like cuda:1")
         self.host_memory_bytes()
+        self.device_memory_bytes()
         self.tbw_bytes()
         self.write_budget_bytes()
         self.trainer_config()
@@ -335,13 +346,11 @@ class TrainOptions:
 
     def host_memory_bytes(self) -> int:
         """The budget. Raises ConfigError if it is not a size."""
-        try:
-            num_bytes = parse_bytes(self.host_memory, minimum=1)
-        except ValueError as error:
-            raise ConfigError(f"--host-memory: {error}") from error
-        if self.host_memory.strip().isdigit() and num_bytes < 2**20:
-            raise ConfigError(f"--host-memory: {self.host_memory} is a number of bytes; write its unit, as in 4GiB")
-        return num_bytes
+        return _budget("--host-memory", self.host_memory)
+
+    def device_memory_bytes(self) -> int | None:
+        """What ``--device-memory`` says; None: a share of what is free. Raises ConfigError if it is not a size."""
+        return None if self.device_memory == AUTO else _budget("--device-memory", self.device_memory)
 
     def tbw_bytes(self) -> tuple[int, ...]:
         """What ``--tbw`` says, in bytes. Raises ConfigError."""
@@ -378,11 +387,17 @@ class TrainOptions:
         """How documents become rows."""
         return RowRules(seq_len=self.seq_len, pack=self.pack, isolate=self.isolate_documents, pad_id=pad_id)
 
-    def trainer_config(self) -> TrainerConfig:
-        """The scheduler's configuration. Raises ConfigError on values that cannot be."""
+    def trainer_config(self, *, device_memory_bytes: int | None = None) -> TrainerConfig:
+        """The scheduler's configuration. Raises ConfigError on values that cannot be.
+
+        ``device_memory_bytes``: the budget of a device with memory of its own, once it is known which one.
+        """
         try:
             return TrainerConfig(
                 host_memory_bytes=self.host_memory_bytes(),
+                device_memory_bytes=device_memory_bytes,
+                compile=self.compile,
+                compile_backend=self.compile_backend,
                 micro_batch_size=self.micro_batch_size,
                 seq_len=self.seq_len,
                 num_micro_batches=self.micro_batches,
@@ -414,6 +429,17 @@ class TrainOptions:
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."
             name = str(error).split()[0].partition("[")[0]
             raise ConfigError(f"{flag(name)}: {error}") from error
+
+
+def _budget(option: str, text: str) -> int:
+    """A size, in bytes. Raises ConfigError."""
+    try:
+        num_bytes = parse_bytes(text, minimum=1)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if text.strip().isdigit() and num_bytes < 2**20:
+        raise ConfigError(f"{option}: {text} is a number of bytes; write its unit, as in 4GiB")
+    return num_bytes
 
 
 def flag(name: str) -> str:

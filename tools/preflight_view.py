@@ -46,11 +46,14 @@ def lines(forecast: Forecast, width: int) -> list[str]:
         )
     prediction = forecast.prediction
     if prediction is None:
-        field("a step", f"nothing is predicted: the machine could not be measured: {forecast.why_not}")
+        if forecast.step_bytes is not None:
+            field("traffic", _traffic(forecast, *forecast.step_bytes))
+        why = forecast.why_not if forecast.device else f"the machine could not be measured: {forecast.why_not}"
+        field("a step", f"nothing is predicted: {why}")
         _wear(forecast, field)
         return found
     field("", _drive(forecast, prediction))
-    field("traffic", _traffic(forecast, prediction))
+    field("traffic", _traffic(forecast, prediction.read_bytes, prediction.written_bytes))
     field("a step", _step(prediction))
     field("", _lanes(prediction))
     if forecast.run_seconds is not None:
@@ -80,11 +83,10 @@ def _tiers(forecast: Forecast) -> list[str]:
             rows.append([name, *cells, show_bytes(sum(tier.values()))])
     # Six columns of 12 and a name make 80.
     found = [f"{row[0]:<8}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
-    found.append(
-        f"{'':<{_LABEL_WIDTH}}host is within the budget of {show_bytes(forecast.host_budget_bytes)}"
-        + ("" if forecast.device else "; the CPU computes: no device")
-    )
-    return found
+    text = f"{'':<{_LABEL_WIDTH}}host is within the budget of {show_bytes(forecast.host_budget_bytes)}"
+    if forecast.device_budget_bytes is None:
+        return [*found, f"{text}; the CPU computes: no device"]
+    return [*found, f"{text}, {forecast.device_name} within {show_bytes(forecast.device_budget_bytes)}"]
 
 
 def _drive(forecast: Forecast, prediction: Prediction) -> str:
@@ -100,9 +102,8 @@ def _drive(forecast: Forecast, prediction: Prediction) -> str:
     )
 
 
-def _traffic(forecast: Forecast, prediction: Prediction) -> str:
+def _traffic(forecast: Forecast, read: int, written: int) -> str:
     count = max(1, forecast.num_parameters)
-    read, written = prediction.read_bytes, prediction.written_bytes
     return (
         f"a step reads {show_bytes(read)} and writes {show_bytes(written)}: {read / count:.1f} + {written / count:.1f} "
         f"bytes a parameter ({TEXTBOOK[0]} + {TEXTBOOK[1]} with nothing in memory)"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hoist.scheduler import compiling
+from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import Source, initialised
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.freezing import choose_trained, train_only
@@ -24,6 +26,7 @@ from hoist.scheduler.trace_file import check_trace_path
 from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
+from hoist.tiers.device import Device
 from hoist.tiers.errors import RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, SCRATCH_DIRECTORY, CommitRecord
@@ -32,6 +35,7 @@ from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
 from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
+from hoist.tools import devices
 from hoist.tools.drives import follow
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.lora import add_adapters, with_adapters
@@ -45,6 +49,9 @@ from hoist.tools.snapshot import check_space_for_run
 from hoist.tools.stop import Stop
 from hoist.tools.tensorboard_log import check_tensorboard
 from hoist.tools.wear import check_tbw, check_write_budget
+
+#: Key of a commit's run record: the device that computed the step, as torch names it.
+DEVICE_KEY = "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +78,15 @@ class Prepared:
     """Of each chunk, in the store that is there or will be."""
     measuring_bytes: int
     """The most that the file has with which a drive is measured."""
+    device: Device
+    """What computes. Whoever has this record closes it, after everything that uses its memory."""
+    device_memory_bytes: int | None
+    """The budget for its memory, if that is not the host's."""
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The scheduler's configuration, the device's budget included."""
+        return self.options.trainer_config(device_memory_bytes=self.device_memory_bytes)
 
     @property
     def step(self) -> int:
@@ -87,9 +103,12 @@ class Prepared:
 
 
 def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop: Stop) -> Prepared:
-    """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing."""
+    """Check everything that can be checked without the data; what shows quickly comes first. Creates nothing.
+
+    Opens the device: see :attr:`Prepared.device`.
+    """
     directory, *further = (Path(os.path.abspath(place)) for place in options.store)  # noqa: PTH100 (links keep names)
-    with named("--store", directory, *further):
+    with ExitStack() as cleanup, named("--store", directory, *further):
         resume = _check_place(directory, further, options)
         if options.metrics is not None:
             check_metrics_path(Path(options.metrics), store=directory)
@@ -116,6 +135,11 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 )
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
+        device, device_memory_bytes = _device(options, cleanup)
+        elsewhere = None if found is None else devices.moved(found.run.get(DEVICE_KEY), device)
+        if elsewhere is not None:
+            report.notice(elsewhere)
+        config = options.trainer_config(device_memory_bytes=device_memory_bytes)
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
@@ -126,8 +150,12 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         stop.check()
         if not resume:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
+        if options.compile:
+            report.progress("trying the compiler", 0, 0)
+            compiling.check(config.backend_in_force, device.torch_device)
+            stop.check()
         baseline_bytes = warm_up()
-        setup = prepare(model, layouts, options.trainer_config())
+        setup = prepare(model, layouts, config, **devices.given(device))
         check_tbw(options, directory, found)
         weights = initialised(options.seed)
         if options.snapshot_every:
@@ -158,6 +186,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             options, directory, found, setup, engine, further_bytes=probed + small_bytes(source)
         )
         stop.check()
+        cleanup.pop_all()  # the device is the caller's from here on
     return Prepared(
         options=options,
         directory=directory,
@@ -172,7 +201,18 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         baseline_bytes=baseline_bytes,
         num_slots=num_slots if resume else setup.num_slots,
         measuring_bytes=measuring_bytes,
+        device=device,
+        device_memory_bytes=device_memory_bytes,
     )
+
+
+def _device(options: TrainOptions, cleanup: ExitStack) -> tuple[Device, int | None]:
+    """The device, opened, and the budget for its memory. One that a store remembers is for an accelerator alone."""
+    device = cleanup.enter_context(devices.opened(options.device))
+    told = options.device_memory_bytes()
+    if not device.is_separate and "device_memory" not in options.given:
+        told = None
+    return device, devices.budget_bytes(device, told)
 
 
 def _check_files(options: TrainOptions, store: Path) -> None:

@@ -99,6 +99,11 @@ class RunStart:
     """Memory of the warmed-up process, which the budget comes on top of."""
     engine: str
     """The I/O engine's description of itself."""
+    device: str
+    """The device's, likewise."""
+    device_budget_bytes: int | None = None
+    """For its memory; None where that is the host's."""
+    layers_compiled: bool = False
     commits: str
     """When commits are due, for people."""
     drives: tuple[tuple[str, float], ...] = ()
@@ -133,6 +138,8 @@ class RunEnd:
     """The last of them."""
     totals: Totals
     budget_bytes: int
+    device_budget_bytes: int | None = None
+    """For a device with memory of its own."""
     commits: CommitTotals
     """This call's."""
     wear: str = ""

@@ -31,13 +31,14 @@ from hoist.tiers.errors import BudgetError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
+from hoist.tools import devices
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation
 from hoist.tools.forecast import Forecast
 from hoist.tools.invoked import command_name
 from hoist.tools.metrics_file import MetricsFile
 from hoist.tools.options import AUTO
-from hoist.tools.preparing import Prepared
+from hoist.tools.preparing import DEVICE_KEY, Prepared
 from hoist.tools.report import Reporter, RunEnd, RunStart, Totals
 from hoist.tools.run_wear import judged_run, write_budget
 from hoist.tools.snapshot import AutomaticSnapshots
@@ -99,7 +100,7 @@ class Loop:
         """All steps that are left, or until a signal."""
         began = time.perf_counter()
         options = self._run.options
-        config, setup = options.trainer_config(), self._run.setup
+        config, setup = self._run.config, self._run.setup
         times = self._train(config, setup, measure=options.delay == AUTO and not config.delay_in_force)
         if times is not None:
             config, setup = self._pick_delay(times, config)
@@ -146,6 +147,7 @@ class Loop:
                 wear=lambda: self._wear_now(config, counted),
                 trace=self._trace,
                 prediction=None if prediction is None else prediction.to_json(),
+                **devices.given(run.device),
             ) as trainer,
             _explained(run, trainer),
             AutomaticSnapshots(
@@ -236,7 +238,7 @@ class Loop:
         for share in SHARES[1:]:
             with contextlib.suppress(BudgetError):
                 delayed = replace(config, delay=share)
-                setup = prepare(run.model, run.layouts, delayed)
+                setup = prepare(run.model, run.layouts, delayed, **devices.given(run.device))
                 if setup.stash_bytes <= room:
                     found[share] = (delayed, setup)
         picked = choose(times, {share: setup.stash_bytes for share, (_, setup) in found.items()})
@@ -257,6 +259,7 @@ class Loop:
         return {
             "data": self._data.position(metrics.step),
             "options": self._run.options.remembered(),
+            DEVICE_KEY: str(self._run.device.torch_device),
             "totals": self._totals.with_io(self._engine.statistics()).to_json(),
         }
 
@@ -319,4 +322,5 @@ def run_end(
         predicted_seconds=predicted_seconds,
         measured_seconds=measured_seconds,
         budget_bytes=run.options.host_memory_bytes(),
+        device_budget_bytes=run.device_memory_bytes,
     )

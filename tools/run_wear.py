@@ -25,7 +25,7 @@ from hoist.tools.wear import (
 
 def wear_ahead(run: Prepared, store: Store, predicted_seconds: float | None) -> tuple[str, ...]:
     """What the run will do to the drive: at the speed that is predicted, or else that it had so far, if it goes on."""
-    config, totals = run.options.trainer_config(), run.totals
+    config, totals = run.config, run.totals
     steps_done = run.step - totals.since_step
     seconds = predicted_seconds
     if seconds is None and steps_done > 0 and totals.seconds > 0.0:

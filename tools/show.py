@@ -93,6 +93,13 @@ class Display:
             spread = ", ".join(f"{directory} {share:.0%}" for directory, share in start.drives)
             self._field("drives", f"chunks are spread over {len(start.drives)}: {spread}")
         self._field("i/o", start.engine)
+        computing = [start.device]
+        if start.device_budget_bytes is not None:
+            computing.append(f"budget {show_bytes(start.device_budget_bytes)} of its memory")
+        if start.layers_compiled:
+            computing.append("decoder layers are compiled when they first run")
+        if len(computing) > 1:
+            self._field("device", "; ".join(computing))
         budget = start.budget_bytes
         ratio = (states + frozen_bytes) / budget
         times = f"{ratio:.0%} of that" if ratio < 1 else f"{ratio:.{1 if ratio < 10 else 0}f} times as large"
@@ -132,7 +139,8 @@ class Display:
         width = max(9, 2 * len(str(start.steps)) + 1)
         if first or (self._console.is_terminal and self._steps % HEADING_STEPS == 1):
             what = "clip" if start.clips else "host peak"
-            self._line(_row(width, "step", "loss", "norm", "lr", "tokens/s", "read", "written", what, "left"))
+            names = ("step", "loss", "norm", "lr", "tokens/s", "read", "written", what, "left")
+            self._line(_row(width, *names, *(["dev peak"] if metrics.device_peak_bytes else [])))
         remaining = (start.steps - metrics.step) * sum(self._recent_seconds) / len(self._recent_seconds)
         self._line(
             _row(
@@ -146,6 +154,7 @@ class Display:
                 show_bytes(metrics.nvme_written_bytes),
                 _clipped(metrics) if start.clips else show_bytes(metrics.host_peak_bytes),
                 show_clock(remaining, days=False),
+                *([show_bytes(metrics.device_peak_bytes)] if metrics.device_peak_bytes else []),
             )
         )
 
@@ -214,6 +223,11 @@ class Display:
         self._field(
             "memory", f"host peak {show_bytes(last.host_peak_bytes)}, {verdict} the promised {show_bytes(promise)}"
         )
+        if last.device_peak_bytes:
+            budget = end.device_budget_bytes
+            verdict = "within" if budget is None or last.device_peak_bytes <= budget else "MORE THAN"
+            of = "" if budget is None else f", {verdict} the budget {show_bytes(budget)}"
+            self._field("", f"device peak {show_bytes(last.device_peak_bytes)}{of}")
 
     def _field(self, label: str, text: str, *, command: bool = False, style: str | None = None) -> None:
         """A label and what there is to say; on a terminal wrapped under itself, but never a command to be pasted."""
@@ -262,5 +276,5 @@ def _clipped(metrics: StepMetrics) -> str:
 
 
 def _row(step_width: int, *cells: str) -> str:
-    widths = (step_width, 7, 7, 7, 8, 9, 9, 9, 7)
-    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+    widths = (step_width, 7, 7, 7, 8, 9, 9, 9, 7, 9)  # the last one is for a device with memory of its own
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)).rstrip()

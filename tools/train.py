@@ -51,6 +51,7 @@ def train(options: TrainOptions, report: Reporter) -> RunEnd:
         stop = cleanup.enter_context(Stop())
         with open_engine(options.io) as engine:
             run = prepare_run(options, engine, report, stop)
+            cleanup.callback(run.device.close)
             options = run.options
             if run.found is not None and run.step >= options.steps:
                 return run_end(run, stop, step=run.step)
@@ -94,8 +95,11 @@ def preview(options: TrainOptions, report: Reporter) -> Forecast:
 
     The data is read as for training, since it can be refused; what that puts into the cache is removed again.
     """
-    with Stop() as stop, open_engine(options.io) as engine:
+    with ExitStack() as cleanup:
+        stop = cleanup.enter_context(Stop())
+        engine = cleanup.enter_context(open_engine(options.io))
         run = prepare_run(options, engine, report, stop)
+        cleanup.callback(run.device.close)
         rows = training_rows(run, report, stop)
         made = [rows]
         try:
@@ -177,9 +181,12 @@ def _start(
         budget_bytes=options.host_memory_bytes(),
         baseline_bytes=run.baseline_bytes,
         engine=engine.describe(),
+        device=run.device.describe(),
+        device_budget_bytes=run.device_memory_bytes,
+        layers_compiled=options.compile,
         drives=shares(store.record, store.directory),
         clips=options.clip_norm > 0.0,
-        commits=_commit_rule(options.trainer_config(), run.setup),
+        commits=_commit_rule(run.config, run.setup),
     )
 
 

@@ -295,6 +295,35 @@ def train(
             "every step is committed.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE,
+            help="What computes: auto (default: an accelerator, if torch finds one), cpu, or one by torch's name, like "
+            "cuda:1.",
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_MACHINE,
+            help="Budget for an accelerator's memory. Default auto: 90% of what is free there. With cpu there is none.",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", rich_help_panel=_MACHINE, show_default=False,
+            help="Compile decoder layers with torch.compile, one graph for all equal ones: other rounding, and on a "
+            "CPU it needs g++. Default: no.",
+        ),
+    ] = None,
+    compile_backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE, help="With --compile: one of torch's backends. Default inductor."
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(

@@ -467,6 +467,12 @@ def _below(canvas: Canvas, inspection: Inspection) -> None:
             f"{now}at most {show_bytes(status.host_peak_bytes)} so far, "
             f"{'MORE THAN' if over else 'within'} the promised {show_bytes(status.promised_bytes)}",
         )
+    peak = 0.0 if status.last_step is None else _number(status.last_step, "device_peak_bytes")
+    if peak:
+        device = status.tiers.get("device")
+        budget = None if device is None else device.budget_bytes
+        of = "" if not budget else f", {'MORE THAN' if peak > budget else 'within'} the budget of {show_bytes(budget)}"
+        canvas.field("", f"on the device at most {show_bytes(int(peak))} so far{of}")
     _worn(canvas, inspection.wear or {})
     _expected(canvas, status)
     while canvas.lines and not canvas.lines[-1].plain:

@@ -67,6 +67,8 @@ def _cards(facts: RunFacts) -> list[tuple[str, str]]:
         cards.append(("bound by", "compute" if found.compute_seconds >= found.fixed_seconds else found.fixed_by))
     if last is not None and last.host_peak_bytes is not None:
         cards.append(("host peak", show_bytes(last.host_peak_bytes)))
+    if last is not None and last.device_peak_bytes:
+        cards.append(("device peak", show_bytes(last.device_peak_bytes)))
     return cards
 
 
