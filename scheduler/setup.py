@@ -16,7 +16,6 @@ import torch
 from hoist.scheduler import memory, residency, workspace
 from hoist.scheduler.accumulate import block_elements
 from hoist.scheduler.config import Dtype, TrainerConfig
-from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
 from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
@@ -168,11 +167,7 @@ def prepare(model: StagedModel, layouts: Sequence[StageLayout], config: TrainerC
     or it was built for another dtype.
     """
     model.check_free()
-    if model.dtype != config.dtype:
-        raise ConfigError(
-            f"dtype: the model was built to compute in {model.dtype}, not in {config.dtype}; build it with "
-            f"dtype={config.dtype}"
-        )
+    model.check_dtype(config.dtype)
     straight = config.dtype == "bfloat16"
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}
