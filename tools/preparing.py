@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hoist.scheduler.creation import Source, initialised
 from hoist.scheduler.errors import ConfigError, ModelError
@@ -33,6 +35,7 @@ from hoist.tiers.layout import MAX_CHUNK_ELEMENTS, StageLayout
 from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools.drives import follow
+from hoist.tools.dtypes import resolve_dtype
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.lora import add_adapters, with_adapters
 from hoist.tools.lora_options import LoraOptions
@@ -107,7 +110,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 found, layouts, num_slots = store.record, store.layouts, store.num_slots
                 made_with = _made_with(store, options)
             assert found is not None
-            options, changed = options.resuming(found.run.get("options", made_with))
+            options, changed = _with_dtype(options).resuming(found.run.get("options", made_with))
             check_slots(directory, num_slots, options.trainer_config())
             if "options" not in found.run:
                 report.notice(
@@ -116,6 +119,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 )
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
+        options = _with_dtype(options)
         source = _model_source(options, directory if resume else None)
         options.require_validation_data()
         _check_positions(options, source)
@@ -173,6 +177,11 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         num_slots=num_slots if resume else setup.num_slots,
         measuring_bytes=measuring_bytes,
     )
+
+
+def _with_dtype(options: TrainOptions) -> TrainOptions:
+    """The same options with what ``auto`` means here: a store remembers that, so that a resume computes alike."""
+    return replace(options, dtype=resolve_dtype(options.dtype, torch.device("cpu")))
 
 
 def _check_files(options: TrainOptions, store: Path) -> None:
@@ -259,7 +268,12 @@ def _staged(
     adapter: Mapping[str, Any] | None = None
     lora = options.lora_options()
     try:
-        model = build_model(source.config, attention=options.attention, dropout=options.dropout)
+        model = build_model(
+            source.config,
+            attention=options.attention,
+            dropout=options.dropout,
+            dtype=getattr(torch, options.trainer_config().dtype),
+        )
         if lora is not None:
             adapter = add_adapters(model, lora, base=str(source.directory or source.name))
         else:
