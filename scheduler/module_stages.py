@@ -298,6 +298,11 @@ class ModuleModel(StagedModel):
         super().__init__(untyped, stages, aliases, batches=batches)
         self._initial = initial
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raise ConfigError unless ``dtype`` is float32: what modules do in another one is not known."""
+        if dtype != self.dtype:
+            raise ConfigError(f"dtype: modules compute in {self.dtype}, not in {dtype}; leave it out")
+
     def drop_initial_values(self) -> None:
         """Let go of the values that the modules had: the store has them, or others that are newer."""
         self._initial.drop()

@@ -190,11 +190,7 @@ def prepare(
             f"device_memory_bytes: {config.device_memory_bytes}, but {device.describe()} "
             + ("has memory of its own: give its budget" if device.is_separate else "computes in host memory: give None")
         )
-    if model.dtype != config.dtype:
-        raise ConfigError(
-            f"dtype: the model was built to compute in {model.dtype}, not in {config.dtype}; build it with "
-            f"dtype={config.dtype}"
-        )
+    model.check_dtype(config.dtype)
     straight = config.dtype == "bfloat16"
     first = model.first_trained
     placed = {tensor.spec.name: tensor for layout in layouts for tensor in layout.trainable}

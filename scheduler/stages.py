@@ -440,6 +440,13 @@ class StagedModel:
                 "split a second model"
             )
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raise ConfigError unless the model was built to compute in ``dtype``."""
+        if self.dtype != dtype:
+            raise ConfigError(
+                f"dtype: the model was built to compute in {self.dtype}, not in {dtype}; build it with dtype={dtype}"
+            )
+
     @property
     def embed(self) -> EmbedStage:
         """The first stage."""

@@ -39,7 +39,7 @@ class StateBytes:
     """Bytes that NVMe holds: the newest version in the store's slots, or what is in scratch. An older version that a
     dirty copy in memory has replaced does not count."""
     host: int = 0
-    """Bytes in buffers of host memory, in the form they have there (compute weights: float32)."""
+    """Bytes in buffers of host memory, in the form they have there (compute weights: float32 or bfloat16)."""
     device: int = 0
     """The same in an accelerator's memory."""
     dirty: int = 0

@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # who only looks at a store does without the second that torc
 MEASURED_BYTES = 64 * 2**20
 #: Its requests, and how many are in flight: buffers of 8 MiB in all, as it runs beside a memory budget.
 _REQUEST_BYTES, _IN_FLIGHT = 2 * 2**20, 3
-#: With everything on NVMe and float32 compute, 20 of 32 bytes that a step moves are reads (docs/tuning.md).
-_READ_PART = 20 / 32
+#: With everything on NVMe, 16 of 28 bytes that a step moves are reads (docs/tuning.md).
+_READ_PART = 16 / 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

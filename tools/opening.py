@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from hoist.scheduler import compiling
@@ -80,7 +81,8 @@ def open_trainer(
     existing store. ``verify``: compare every checksum before a store is resumed, ``always`` also those of what is read
     for updates, ``never`` only sizes. Several directories, the main one first and one on each further drive, make a new
     store that is spread over them; an existing store needs its main one only. ``trace``: a file
-    that gets what every lane did, op by op, for ui.perfetto.dev; compressed if its name ends in ``.gz``.
+    that gets what every lane did, op by op, for ui.perfetto.dev; compressed if its name ends in ``.gz``. A store may be
+    opened with another ``config.dtype`` each time: what it keeps does not depend on what is computed with.
 
     ``device`` is what computes: ``auto`` (an accelerator, if there is one), ``cpu``, a device as torch names it, or one
     that the caller has made and closes. Without ``config.device_memory_bytes`` an accelerator gets 90% of what is free
@@ -146,7 +148,9 @@ def open_trainer(
                 Store.open(directory, engine=engine, check="sizes" if verify == "never" else "crc")
             )
             lora = _stored_lora(opened, lora)
-        built = build_model(source.config, attention=attention, dropout=dropout)
+        built = build_model(
+            source.config, attention=attention, dropout=dropout, dtype=getattr(torch, config.dtype)
+        )
         adapter: Mapping[str, Any] | None = None
         if lora is not None:
             config = replace(config, pin_trained=True)

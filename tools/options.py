@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
+import torch
+
 from hoist.optim import SCHEDULE_KINDS, AdamWHyperparameters, HyperparameterError, Schedule
 from hoist.scheduler.config import ClipMode, TrainerConfig
 from hoist.scheduler.config import Order as Plan
@@ -22,6 +24,7 @@ from hoist.scheduler.errors import ConfigError
 from hoist.tiers.io.choose import ENGINE_KINDS
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS
 from hoist.tools.data import Order as DataOrder
+from hoist.tools.dtypes import DTYPES, resolve_dtype
 from hoist.tools.lora_options import LoraOptions
 from hoist.tools.rows import RowRules, extra_inputs
 from hoist.tools.sizes import parse_bytes
@@ -47,12 +50,14 @@ DEFAULT_JOB: Mapping[str, Any] = {
     "warmup_steps": 10,
     "order": "shuffle",
 }
+#: What `--delay` may be instead of a share, and `--dtype` instead of a type.
+AUTO = "auto"
 #: Values that an option may have, where they can be listed.
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "lr_schedule": SCHEDULE_KINDS,
     "order": get_args(DataOrder),
     "plan": get_args(Plan),
-    "dtype": ("auto", "float32"),
+    "dtype": (AUTO, *DTYPES),
     "attention": get_args(Attention),
     "clip_mode": get_args(ClipMode),
     "io": ENGINE_KINDS,
@@ -74,8 +79,6 @@ MINIMA: Mapping[str, int] = {
     "seed": 0,
     "loss_slice_tokens": 0,
 }
-#: What `--delay` may be instead of a share.
-AUTO = "auto"
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset(
     {
@@ -87,7 +90,7 @@ NOT_REMEMBERED = frozenset(
 WITHOUT_EFFECT = frozenset(
     {
         "host_memory", "plan", "delay", "clip_mode", "residency", "commit_every", "commit_minutes", "snapshot_every",
-        "keep_snapshots", "token_bytes", "dtype", "eval_every", "eval_batches", "write_budget",
+        "keep_snapshots", "token_bytes", "eval_every", "eval_batches", "write_budget",
     }
 )
 #: What differs in these, others tell: the model's configuration, the data's content.
@@ -184,7 +187,7 @@ class TrainOptions:
     loss_slice_tokens: int = 0
     """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
-    """Compute dtype: auto or float32 (auto means float32 on a CPU)."""
+    """What layers compute with: float32, bfloat16, or auto (float32 on a CPU). Weights are float32 in any case."""
     compile: bool = False
     """Decoder layers are compiled by torch.compile."""
     compile_backend: str = "inductor"
@@ -222,8 +225,7 @@ class TrainOptions:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                more = " (others need a GPU)" if name == "dtype" else ""
-                raise ConfigError(f"{flag(name)}: {value!r} is not one of {', '.join(map(str, allowed))}{more}")
+                raise ConfigError(f"{flag(name)}: {value!r} is not one of {', '.join(map(str, allowed))}")
         for name, least in MINIMA.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -398,6 +400,7 @@ class TrainOptions:
                 device_memory_bytes=device_memory_bytes,
                 compile=self.compile,
                 compile_backend=self.compile_backend,
+                dtype=resolve_dtype(self.dtype, torch.device("cpu")),
                 micro_batch_size=self.micro_batch_size,
                 seq_len=self.seq_len,
                 num_micro_batches=self.micro_batches,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hoist.scheduler import compiling
 from hoist.scheduler.config import TrainerConfig
@@ -37,6 +39,7 @@ from hoist.tiers.lock import check_unlocked
 from hoist.tiers.store import Store
 from hoist.tools import devices
 from hoist.tools.drives import follow
+from hoist.tools.dtypes import resolve_dtype
 from hoist.tools.import_weights import check_weights, checkpoint_dtypes, checkpoint_weights, stored_dtypes
 from hoist.tools.lora import add_adapters, with_adapters
 from hoist.tools.lora_options import LoraOptions
@@ -126,7 +129,10 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 found, layouts, num_slots = store.record, store.layouts, store.num_slots
                 made_with = _made_with(store, options)
             assert found is not None
-            options, changed = options.resuming(found.run.get("options", made_with))
+            remembered = found.run.get("options", made_with)
+            name = options.device if "device" in options.given else remembered.get("device", options.device)
+            device = cleanup.enter_context(devices.opened(name))
+            options, changed = _with_dtype(options, device).resuming(remembered)
             check_slots(directory, num_slots, options.trainer_config())
             if "options" not in found.run:
                 report.notice(
@@ -135,7 +141,10 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 )
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
-        device, device_memory_bytes = _device(options, cleanup)
+        if not resume:
+            device = cleanup.enter_context(devices.opened(options.device))
+        options = _with_dtype(options, device)
+        device_memory_bytes = _device_memory(options, device)
         elsewhere = None if found is None else devices.moved(found.run.get(DEVICE_KEY), device)
         if elsewhere is not None:
             report.notice(elsewhere)
@@ -206,13 +215,17 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
     )
 
 
-def _device(options: TrainOptions, cleanup: ExitStack) -> tuple[Device, int | None]:
-    """The device, opened, and the budget for its memory. One that a store remembers is for an accelerator alone."""
-    device = cleanup.enter_context(devices.opened(options.device))
+def _device_memory(options: TrainOptions, device: Device) -> int | None:
+    """The budget for the device's memory. One that a store remembers is for an accelerator alone."""
     told = options.device_memory_bytes()
     if not device.is_separate and "device_memory" not in options.given:
         told = None
-    return device, devices.budget_bytes(device, told)
+    return devices.budget_bytes(device, told)
+
+
+def _with_dtype(options: TrainOptions, device: Device) -> TrainOptions:
+    """The same options with what ``auto`` means here: a store remembers that, so that a resume computes alike."""
+    return replace(options, dtype=resolve_dtype(options.dtype, device.torch_device))
 
 
 def _check_files(options: TrainOptions, store: Path) -> None:
@@ -299,7 +312,12 @@ def _staged(
     adapter: Mapping[str, Any] | None = None
     lora = options.lora_options()
     try:
-        model = build_model(source.config, attention=options.attention, dropout=options.dropout)
+        model = build_model(
+            source.config,
+            attention=options.attention,
+            dropout=options.dropout,
+            dtype=getattr(torch, options.trainer_config().dtype),
+        )
         if lora is not None:
             adapter = add_adapters(model, lora, base=str(source.directory or source.name))
         else:

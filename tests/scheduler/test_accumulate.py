@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hoist.scheduler.accumulate import DirectGradients, Target, block_elements, row_cuts
+from hoist.scheduler.accumulate import DirectGradients, Target, add_to, block_elements, row_cuts
 from tests.support.training import same_bits, torch_threads
 
 #: Weight shapes: one block, a block that is no multiple of 64 rows, several blocks with and without a remainder.
@@ -39,7 +39,7 @@ class Buffer:
     def __init__(self, weight: Tensor) -> None:
         self.values = torch.full(weight.shape, torch.nan)
         self._filled = False
-        block = torch.full((block_elements(weight.shape),), torch.nan)
+        block = torch.full((block_elements(weight.shape),), torch.nan, dtype=weight.dtype)
         self.mode = DirectGradients({weight: Target(self.values, self._touched)}, block)
 
     def _touched(self) -> bool:
@@ -59,11 +59,15 @@ def run(
     *,
     direct: bool,
 ) -> Result:
-    """Micro-batches one after another; ``upstream`` None: the gradient of the sum, which is an expanded scalar."""
+    """Micro-batches one after another; ``upstream`` None: the gradient of the sum, which is an expanded scalar.
+
+    A bfloat16 weight's gradients, without ``direct``, are what autograd makes of each, added in float32.
+    """
     result = Result()
     parameter = nn.Parameter(weight.clone())
     offset = None if bias is None else nn.Parameter(bias.clone())
     buffer = Buffer(parameter)
+    total: Tensor | None = None
     for source, gradient in zip(inputs, upstream, strict=True):
         if source.is_floating_point():
             source = source.detach().requires_grad_()
@@ -78,12 +82,16 @@ def run(
             torch.autograd.backward(output, gradient)
         result.outputs.append(output.detach())
         result.input_gradients.append(source.grad)
+        if weight.dtype is not torch.float32 and parameter.grad is not None:
+            total = parameter.grad.float() if total is None else total + parameter.grad.float()
+            parameter.grad = None
     if direct:
         assert parameter.grad is None
         result.weight_gradient = buffer.values
     else:
-        assert parameter.grad is not None
-        result.weight_gradient = parameter.grad
+        found = parameter.grad if total is None else total
+        assert found is not None
+        result.weight_gradient = found
     result.bias_gradient = None if offset is None else offset.grad
     return result
 
@@ -98,7 +106,7 @@ def assert_same(got: Result, expected: Result) -> None:
     ]
     if got.bias_gradient is not None and expected.bias_gradient is not None:
         pairs.append((got.bias_gradient, expected.bias_gradient))
-    assert all(same_bits(mine, theirs) for mine, theirs in pairs)
+    assert all(same_bits(mine.float(), theirs.float()) for mine, theirs in pairs)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -154,6 +162,44 @@ def test_embedding_with_repeated_tokens(shape: tuple[int, int], padding: int | N
     weight = random(rows, columns, seed=9)
     got, expected = (run(embedding, weight, None, inputs, upstream, direct=direct) for direct in (True, False))
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", [(5, 3), (503, 64), (2053, 1031)])
+def test_bfloat16_gradients_are_rounded_as_autograds_and_added_in_float32(
+    shape: tuple[int, int], num_threads: int
+) -> None:
+    """Of several blocks too; what stays small would be lost in a sum in bfloat16."""
+    rows, columns = shape
+    weight, bias = (random(*size, seed=1).bfloat16() for size in (shape, (rows,)))
+    inputs = [random(2, 3, columns, seed=3 + n).bfloat16() for n in range(3)]
+    upstream = [random(2, 3, rows, seed=6 + n).bfloat16() * 10.0 ** (-3 * n) for n in range(3)]
+    with torch_threads(num_threads):
+        got, expected = (run(linear, weight, bias, inputs, upstream, direct=direct) for direct in (True, False))
+    assert got.weight_gradient.dtype is torch.float32
+    assert_same(got, expected)
+    assert not torch.equal(got.weight_gradient, got.weight_gradient.bfloat16().float())
+
+
+def test_bfloat16_embeddings() -> None:
+    def embedding(indices: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        return functional.embedding(indices, weight, padding_idx=5)
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(0, limit, (2, 40), generator=generator) for limit in (11, 503, 2)]
+    upstream = [random(2, 40, 64, seed=n).bfloat16() for n in range(3)]
+    weight = random(503, 64, seed=9).bfloat16()
+    got, expected = (run(embedding, weight, None, inputs, upstream, direct=direct) for direct in (True, False))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (70_000,), (3, 50_000), (300, 5, 70)])
+def test_sums_of_any_shape(shape: tuple[int, ...]) -> None:
+    """Those that are added in parts, and those that are not."""
+    total, gradient = random(*shape, seed=1), random(*shape, seed=2).bfloat16()
+    expected = total + gradient.float()
+    add_to(total, gradient)
+    assert torch.equal(total, expected)
 
 
 def test_a_module_calls_what_is_caught() -> None:

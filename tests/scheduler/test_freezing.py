@@ -230,19 +230,23 @@ def test_the_store_has_states_of_the_trained_part_alone(rounded: torch.dtype | N
     assert sum(written[:2]) <= 2 * 12 * 4096 <= sum(written) <= 3 * 12 * 4096, "as far as done when they returned"
 
 
-def test_widening_in_place_loses_nothing() -> None:
-    """Stored and widened tensors overlap in the buffer: each is read before another one is put over it."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_converting_in_place_loses_nothing(dtype: str) -> None:
+    """Stored and converted tensors overlap in the buffer: each is read before another one is put over it."""
     generator = torch.Generator().manual_seed(3)
-    shapes = {"a": (700, 900), "b": (3,), "mask": (5,), "c": (64, 64), "d": ()}
+    shapes = {"a": (700, 900), "b": (3,), "mask": (5,), "c": (700, 500), "d": ()}
     dtypes = {"a": "bfloat16", "b": "float16", "mask": "int64", "c": "float32", "d": "bfloat16"}
     specs = [
         TensorSpec(name=name, shape=shape, trainable=False, dtype=dtypes[name], frozen_weight=name != "mask")
         for name, shape in shapes.items()
     ]
     layout = lay_out(index=1, name="layer.0", tensors=specs)
-    frozen = lay_out_frozen(layout, [(0, layout.frozen[0])])
+    frozen = lay_out_frozen(layout, [(0, layout.frozen[0])], dtype=dtype)
     assert frozen.widens
-    assert frozen.num_bytes <= 4 * 2 * 700 * 900 + 8 * 4096 + 4 * 64 * 64, "float32 alone: no second copy"
+    if dtype == "float32":
+        assert frozen.num_bytes <= 4 * 2 * 700 * 900 + 8 * 4096 + 4 * 700 * 500, "float32 alone: no second copy"
+    else:
+        assert frozen.num_bytes <= 2 * 2 * 700 * 900 + 8 * 4096 + 4 * 700 * 500, "as it is stored: no second copy"
     part = torch.zeros(frozen.num_bytes, dtype=torch.uint8)
     stored = part[frozen.stored_from :]
     expected = []
@@ -251,13 +255,24 @@ def test_widening_in_place_loses_nothing() -> None:
         expected.append(view.clone())
     apart = stored.clone()
     widen(frozen, stored, part)
+    computed = getattr(torch, dtype)
     for _ in range(2):
         got = list(computed_tensors(frozen, part))
         assert [name for name, _ in got] == [*shapes, "a"]
-        assert [view.dtype for _, view in got] == [torch.float32, torch.float32, torch.int64, *[torch.float32] * 3]
+        assert [view.dtype for _, view in got] == [computed, computed, torch.int64, *[computed] * 3]
         assert all(torch.equal(view.to(each.dtype), each) for (_, view), each in zip(got, expected, strict=True))
         part.zero_()
         widen(frozen, apart, part)  # as from where they are kept
+
+
+def test_what_bfloat16_does_not_hold_goes_to_the_nearest_and_ties_to_even() -> None:
+    values = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-8 + 2**-16])
+    spec = TensorSpec(name="a", shape=(3,), trainable=False, frozen_weight=True)
+    frozen = lay_out_frozen(lay_out(index=0, name="embed", tensors=[spec]), dtype="bfloat16")
+    part = torch.zeros(frozen.num_bytes, dtype=torch.uint8)
+    next(stored_tensors(frozen, part[frozen.stored_from :]))[1].copy_(values)
+    widen(frozen, part[frozen.stored_from :], part)
+    assert next(computed_tensors(frozen, part))[1].tolist() == [1.0, 1.0 + 2**-6, 1.0 + 2**-7]
 
 
 # ---------------------------------------------------------------------- patterns

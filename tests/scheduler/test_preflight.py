@@ -107,17 +107,25 @@ def _to_bfloat16(model: PreTrainedModel) -> None:
             parameter.data.copy_(parameter.data.bfloat16())
 
 
-def predicted(directory: Path, engine: Engine) -> Prediction:
+def predicted(directory: Path, engine: Engine, recipe: Recipe) -> Prediction:
     steps = make_steps(1, 3)
-    staged = staged_model(tiny_config("llama"), Recipe())
-    config, setup = set_up(staged, layouts_of(staged, engine), Recipe(), engine, steps)
+    staged = staged_model(tiny_config("llama"), recipe)
+    config, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
     with DirectEngine(num_threads=2) as files:
         return predict(staged, setup, config, engine=files, drives=[DrivePlace(directory=directory)])[0]
 
 
-@pytest.mark.parametrize("engine", [Engine(), Engine(delay=1.0), Engine(budget_factor=50.0, residency=1.0)])
-def test_a_prediction_adds_up(engine: Engine, tmp_path: Path) -> None:
-    found = predicted(tmp_path, engine)
+@pytest.mark.parametrize(
+    ("engine", "recipe"),
+    [
+        (Engine(), Recipe()),
+        (Engine(delay=1.0), Recipe()),
+        (Engine(budget_factor=50.0, residency=1.0), Recipe()),
+        (Engine(delay=0.5), Recipe(dtype="bfloat16")),
+    ],
+)
+def test_a_prediction_adds_up(engine: Engine, recipe: Recipe, tmp_path: Path) -> None:
+    found = predicted(tmp_path, engine, recipe)
     assert list(tmp_path.iterdir()) == []
     assert found.seconds >= 0.99 * found.compute_seconds > 0
     assert found.bound_by in found.without_seconds

@@ -8,6 +8,7 @@ With M micro-batches torch adds each micro-batch's two gradients of a tied weigh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def train_with_sums_apart(config: PreTrainedConfig, num_steps: int, micro_batche
         with torch.no_grad():
             last.copy_(first)
 
-    twin = Recipe(hyperparameters=recipe.hyperparameters, alter=part, attention=recipe.attention)
+    twin = replace(recipe, alter=part)
     outcome = train_reference(
         config, make_steps(num_steps, micro_batches), twin, before_update=add, after_update=copy_back
     )
@@ -173,6 +174,27 @@ def test_a_tied_head_with_a_bias_and_an_embedding_of_many_chunks(tmp_path: Path)
     assert_identical(got, train_reference(config, make_steps(3, 1), recipe))
     assert got.states.weights["model.embed_tokens.weight"].numel() > 7 * CHUNK_QUANTUM_ELEMENTS
     assert got.updates()["lm_head.bias"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "micro_batches", "budget_factor", "residency"),
+    [
+        ("llama", "vertical", 1, 1.0, 0.0),
+        ("opt", "horizontal", 3, 3.0, 0.3),
+        pytest.param("opt", "vertical", 3, 1.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("gpt2", "vertical", 3, 50.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("gemma2", "horizontal", 2, 1.5, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_in_bfloat16_both_sums_are_float32(
+    family: str, plan: Order, micro_batches: int, budget_factor: float, residency: float, tmp_path: Path
+) -> None:
+    """Torch adds a micro-batch's two gradients in bfloat16, so even for one these are other bits than its own."""
+    recipe = replace(recipe_for(family), dtype="bfloat16")
+    config = tiny_config(family, tied=True)
+    engine = Engine(plan=plan, budget_factor=budget_factor, residency=residency)
+    got = train(tmp_path / "store", config, make_steps(3, micro_batches), recipe, engine)
+    assert_identical(got, train_with_sums_apart(config, 3, micro_batches, recipe))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from hoist.scheduler import workspace
 from hoist.scheduler.accumulate import DirectGradients, Target, block_elements
 from hoist.scheduler.head_loss import HeadLoss
 from hoist.scheduler.models import build_model
+from hoist.scheduler.runtime import accumulate_into
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
@@ -48,21 +49,24 @@ def allocated_bytes(
 ) -> int:
     """Peak of what the allocator gave out in one forward and backward of ``stage``, by its own record."""
     names = [*(spec.name for spec in stage.tensors), *stage.borrowed]
+    dtype: torch.dtype = getattr(torch, staged.dtype)
     generator = torch.Generator().manual_seed(1)
     embed = staged.embed
-    embed.bind({spec.name: torch.randn(spec.shape, generator=generator) for spec in embed.tensors})
+    embed.bind({spec.name: torch.randn(spec.shape, generator=generator).to(dtype) for spec in embed.tensors})
     with torch.no_grad():
         hidden, context = embed.forward(batch)
     embed.unbind(forget=True)
-    values = {name: torch.randn(staged.tensor(name)[1].shape, generator=generator) * 0.1 for name in names}
+    drawn = {name: torch.randn(staged.tensor(name)[1].shape, generator=generator) * 0.1 for name in names}
+    values = {name: value.to(dtype) for name, value in drawn.items()}
     stage.bind(values)
     sums: dict[Tensor, Target] = {}
     for parameter in stage.parameters().values():
-        parameter.register_post_accumulate_grad_hook(_drop)
         sums[parameter] = Target(torch.zeros(parameter.shape), lambda: True)
-    direct = DirectGradients(sums, torch.empty(max(block_elements(value.shape) for value in values.values())))
+        parameter.register_post_accumulate_grad_hook(accumulate_into(sums[parameter]))
+    block = torch.empty(max(block_elements(value.shape) for value in values.values()), dtype=dtype)
+    direct = DirectGradients(sums, block)
     source = hidden.clone().requires_grad_()
-    gradient = torch.randn(hidden.shape, generator=generator)
+    gradient = torch.randn(hidden.shape, generator=generator).to(dtype)
     try:
         for recording in (False, True):  # the first run makes what is made once
             source.grad = None
@@ -90,14 +94,17 @@ def allocated_bytes(
     return peak
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_estimate_is_what_a_real_run_allocates(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in CONFIGS),
+        ("llama", torch.bfloat16),
+        pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_the_estimate_is_what_a_real_run_allocates(family: str, dtype: torch.dtype) -> None:
     """Within 10%, and never far too small: kernels' scratch is all that may be missing."""
-    staged = split(build_model(CONFIGS[family]))
+    staged = split(build_model(CONFIGS[family], dtype=dtype))
     found = workspace.measure(staged, batch_of(0))
     for stage, estimate in zip(staged.stages[1:], found.stages[1:], strict=True):
         real = allocated_bytes(staged, stage, batch_of(1))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -30,7 +30,7 @@ from hoist.scheduler.config import ClipMode, Dtype, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.metrics import StepMetrics
-from hoist.scheduler.models import build_model
+from hoist.scheduler.models import build_model, locations
 from hoist.scheduler.ops import Kind
 from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
@@ -204,43 +204,34 @@ def _reference(config: PreTrainedConfig, recipe: Recipe, dtype: Dtype = "float32
 
 
 class Masters:
-    """float32 weights of a plain bfloat16 model, and the float32 sums of its gradients.
+    """A plain model in bfloat16, computed with, beside the float32 one that the optimizer changes.
 
-    The model's weights are the masters rounded to bfloat16: trained ones with ties away from zero, as the first halves
-    of `split.py` are, frozen ones with ties to even, as torch converts.
+    Its weights are the masters rounded: trained ones with ties away from zero, as the first halves of `split.py` are,
+    frozen ones with ties to even, as torch converts. Each micro-batch's gradient is added to the masters' in float32.
     """
 
-    def __init__(self, model: PreTrainedModel, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, masters: PreTrainedModel, model: PreTrainedModel) -> None:
         self.model = model
-        #: By the names of the model's parameters; what is trained gets its sum of gradients in ``.grad``.
-        self.weights = {
-            name: nn.Parameter(values[name].clone(), requires_grad=parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-        }
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in values:
-                    buffer.copy_(values[name])
+        self._pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+        for mine, theirs in zip(locations(model), locations(masters), strict=True):
+            if not mine.is_parameter:
+                mine.set(theirs.get().clone())  # a buffer has the dtype that it has in float32
         self.round()
 
     def round(self) -> None:
         """Give the model the masters' values."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                master = self.weights[name].detach()
-                if parameter.requires_grad:
-                    hi, lo = (torch.empty(master.numel(), dtype=torch.int16) for _ in range(2))
-                    split_halves(master.view(-1), hi, lo)
-                    parameter.copy_(hi.view(torch.bfloat16).view(parameter.shape))
-                else:
-                    parameter.copy_(master)
+        for parameter, master in self._pairs:
+            value = master.detach().bfloat16()
+            if parameter.requires_grad:
+                hi = value.view(torch.int16).view(-1)
+                split_halves(master.detach().view(-1), hi, torch.empty_like(hi))
+            parameter.data = value
 
     def take_gradients(self) -> None:
-        """Add a micro-batch's gradients to the sums; the model has none afterwards."""
-        for name, parameter in self.model.named_parameters():
+        """Add a micro-batch's gradients to the masters'; the model has none afterwards."""
+        for parameter, master in self._pairs:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                master = self.weights[name]
                 master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
 
@@ -253,22 +244,19 @@ def train_reference(
     before_micro_batch: Callable[[PreTrainedModel, int, int], None] | None = None,
     before_update: Callable[[PreTrainedModel], None] | None = None,
     skip: Collection[int] = (),
+    in_float32: Collection[int] = (),
     after_update: Callable[[PreTrainedModel], None] | None = None,
 ) -> Outcome:
     """The plain loop: micro-batches one after another, ``torch.optim.AdamW``. Steps are numbered from 1.
 
     The hooks get the model; the first also the step's number and the micro-batch's, from 0. The steps in ``skip`` are
-    computed, but their updates are left out. In bfloat16 the optimizer has :class:`Masters`, and ``before_update`` and
-    ``after_update`` are not for that.
+    computed, but their updates are left out. In bfloat16 the last two get the float32 model, see :class:`Masters`, and
+    the steps ``in_float32`` are computed with that.
     """
-    model = _reference(config, recipe, recipe.dtype)
-    masters: Masters | None = None
-    trained = dict(model.named_parameters())
-    if recipe.dtype != "float32":
-        masters = Masters(model, initial_weights(config, recipe))
-        trained = masters.weights
-    names = {parameter: name for name, parameter in trained.items()}
-    initial = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    model = _reference(config, recipe)
+    masters = None if recipe.dtype == "float32" else Masters(model, _reference(config, recipe, recipe.dtype))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adam = recipe.hyperparameters
     groups = [
         {
@@ -277,17 +265,18 @@ def train_reference(
                 name, tuple(parameter.shape), adam.weight_decay, no_decay_norms=recipe.no_decay_norms
             ),
         }
-        for name, parameter in trained.items()
+        for name, parameter in model.named_parameters()
     ]
     optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=fused)
     losses = []
     for number, step in enumerate(steps, start=1):
+        rounded = masters if number not in in_float32 else None
+        computing = model if rounded is None else rounded.model
         if recipe.before_step is not None:
-            recipe.before_step(model, number)
-        prepared = partial(before_micro_batch, model, number) if before_micro_batch is not None else None
-        if masters is not None:
-            optimizer.zero_grad()
-        losses.append(accumulate_gradients(model, step, prepared, masters))
+            recipe.before_step(computing, number)
+        prepared = partial(before_micro_batch, computing, number) if before_micro_batch is not None else None
+        model.zero_grad(set_to_none=True)
+        losses.append(accumulate_gradients(computing, step, prepared, rounded))
         if number in skip:
             continue
         if before_update is not None:
@@ -295,10 +284,10 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = recipe.schedule.at(number)
         optimizer.step()
-        if masters is not None:
-            masters.round()
         if after_update is not None:
             after_update(model)
+        if masters is not None:
+            masters.round()
     moments: dict[str, Mapping[str, Tensor]] = {name: optimizer.state[parameter] for parameter, name in names.items()}
     states = States(
         weights={name: parameter.detach().clone() for parameter, name in names.items()},

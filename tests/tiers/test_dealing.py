@@ -105,7 +105,7 @@ def test_a_weight_is_the_speed_of_a_steps_mix() -> None:
     even = MeasuredDirectory(directory=Path("a"), read_bytes_per_second=2e9, write_bytes_per_second=2e9)
     assert even.weight == pytest.approx(2e9)
     slow_writes = MeasuredDirectory(directory=Path("a"), read_bytes_per_second=2e9, write_bytes_per_second=5e8)
-    assert slow_writes.weight == pytest.approx(32 / (20 / 2e9 + 12 / 5e8))
+    assert slow_writes.weight == pytest.approx(28 / (16 / 2e9 + 12 / 5e8))
 
 
 def test_measuring_leaves_nothing_and_needs_no_directory(tmp_path: Path, engine: IoEngine) -> None:

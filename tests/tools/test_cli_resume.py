@@ -65,6 +65,17 @@ def test_delays_give_the_same_curve(runs: Runs) -> None:
     assert runs.curve("parts") == runs.curve("whole")
 
 
+def test_what_is_computed_with_is_remembered_and_a_change_is_said(runs: Runs) -> None:
+    """A store that was begun in float32 goes on in bfloat16, and after that without a word of it."""
+    stopped_at(runs, "store", 1, **COSINE)
+    told = runs.train("store", "--dtype", "bfloat16").out
+    assert "changed since the last commit: --dtype bfloat16 (was float32)" in told
+    assert "--dtype" not in runs.train("store", "--steps", 6).out
+    with DirectEngine() as engine, Store.open(runs.job.folder / "store", engine=engine, writable=False) as store:
+        assert store.record is not None
+        assert store.record.run["options"]["dtype"] == "bfloat16"
+
+
 def test_clipping_is_shown_and_remembered(runs: Runs) -> None:
     whole = runs.train("whole", clip_norm=0.01, **COSINE)
     heading, first = next(pair for pair in pairwise(whole.out.splitlines()) if pair[0].split()[:2] == ["step", "loss"])

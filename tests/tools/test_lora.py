@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hoist.optim import AdamWHyperparameters, Schedule
-from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.config import Dtype, Order, TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.models import build_model
 from hoist.scheduler.ops import Kind
@@ -59,7 +59,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def lora_recipe(targets: str, family: str = "llama") -> Recipe:
+def lora_recipe(targets: str, family: str = "llama", dtype: Dtype = "float32") -> Recipe:
     """The base in bfloat16's numbers, with adapters: hoist's way on absent weights, peft's own in the plain loop."""
     options = LoraOptions.parse(f"r=4,alpha=12,targets={targets}")
 
@@ -68,7 +68,7 @@ def lora_recipe(targets: str, family: str = "llama") -> Recipe:
             add_adapters(model, options, base="base")
             return
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16).float()
+            parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
         config = LoraConfig(
             r=4, lora_alpha=12, target_modules=targets if targets == "all-linear" else targets.split("+"),
             task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2",
@@ -78,7 +78,7 @@ def lora_recipe(targets: str, family: str = "llama") -> Recipe:
             torch.manual_seed(1)
             inject_adapter_in_model(config, model)
 
-    return Recipe(alter=alter, frozen_dtype="bfloat16", attention=attention_of(family))
+    return Recipe(alter=alter, frozen_dtype="bfloat16", attention=attention_of(family), dtype=dtype)
 
 
 def attention_of(family: str) -> Literal["sdpa", "eager"]:
@@ -87,9 +87,11 @@ def attention_of(family: str) -> Literal["sdpa", "eager"]:
 
 
 @cache
-def reference(targets: str, num_micro_batches: int, family: str = "llama") -> Outcome:
+def reference(
+    targets: str, num_micro_batches: int, family: str = "llama", dtype: Dtype = "float32"
+) -> Outcome:
     expected = train_reference(
-        tiny_config(family), make_steps(3, num_micro_batches), lora_recipe(targets, family)
+        tiny_config(family), make_steps(3, num_micro_batches), lora_recipe(targets, family, dtype)
     )
     return trained_part(expected, {name for name in expected.initial if is_adapter(name)})
 
@@ -129,6 +131,15 @@ def test_other_families(family: str, targets: str, tmp_path: Path) -> None:
     recipe = lora_recipe(targets, family)
     got = train(tmp_path / "store", tiny_config(family), make_steps(3, 2), recipe, Engine(pin_trained=True))
     assert_identical(got, reference(targets, 2, family))
+
+
+@pytest.mark.parametrize("pin_trained", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_in_bfloat16(pin_trained: bool, tmp_path: Path) -> None:
+    """The base is computed with as it is kept, and adapters with their float32 weights rounded."""
+    recipe = lora_recipe("q_proj+v_proj", dtype="bfloat16")
+    got = train(tmp_path / "store", tiny_config("llama"), make_steps(3, 2), recipe, Engine(pin_trained=pin_trained))
+    assert_identical(got, reference("q_proj+v_proj", 2, dtype="bfloat16"))
+    assert got.ops[Kind.WIDEN] == 0
 
 
 def test_all_linear_layers_are_those_of_peft() -> None:

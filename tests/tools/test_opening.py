@@ -49,6 +49,31 @@ def _batches(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in batches]
 
 
+def test_a_store_is_opened_in_bfloat16(tmp_path: Path) -> None:
+    """After a step in float32; modules compute in float32 alone."""
+    model = tmp_path / "model"
+    tiny_config("llama").save_pretrained(model)
+    with hoist.open_trainer(tmp_path / "store", config=_config(), model=model, io="direct") as trainer:
+        exact = trainer.step(_batches(0))
+        held = trainer.memory.demand.stages[1].weights
+        trainer.commit()
+    config = dataclasses.replace(_config(), dtype="bfloat16")
+    with hoist.open_trainer(tmp_path / "store", config=config, io="direct") as trainer:
+        assert trainer.memory.demand.stages[1].weights * 2 == held
+        assert trainer.step(_batches(0)).loss < exact.loss
+    modules = hoist.stage_modules(
+        [nn.Linear(8, 8), nn.Linear(8, 8)],
+        loss=nn.MSELoss(reduction="sum"),
+        example={"inputs": torch.zeros(2, 8), "targets": torch.zeros(2, 8)},
+    )
+    with (
+        pytest.raises(ConfigError, match=r"^dtype: modules compute in float32, not in bfloat16; leave it out$"),
+        hoist.open_trainer(tmp_path / "other", config=config, model=modules, io="direct"),
+    ):
+        pass
+    assert not (tmp_path / "other").exists()
+
+
 def _train(store: Path, stops: list[int], model: Path) -> list[float]:
     """Losses of a run that is left, committed, after each of ``stops`` steps; the model is named the first time."""
     losses: list[float] = []

@@ -363,7 +363,11 @@ def train(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_MACHINE, help="Compute type: auto (default) or float32."),
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE,
+            help="What layers compute with: float32, bfloat16, or auto (default: float32 on a CPU). Weights, moments "
+            "and sums of gradients are float32 in any case.",
+        ),
     ] = None,
     io: Annotated[
         str | None,

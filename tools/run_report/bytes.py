@@ -31,8 +31,9 @@ from hoist.tools.run_report.series import Values, over, points, table, thinned
 from hoist.tools.sizes import show_bytes, show_days, show_decimal
 from hoist.tools.sizes import show_share as show_wear
 
-#: Bytes read and written per trained parameter and step with nothing kept in memory: vertical order, float32.
-FORMULA_READ_BYTES, FORMULA_WRITTEN_BYTES = 20, 12
+#: Bytes read and written per trained parameter and step with nothing kept in memory, in vertical order: the same in
+#: float32 and bfloat16 (docs/tuning.md).
+FORMULA_READ_BYTES, FORMULA_WRITTEN_BYTES = 16, 12
 
 
 def traffic(facts: RunFacts) -> Section:
