@@ -559,6 +559,7 @@ class Trainer:
             return
         self._closed = True
         self._executor.close()
+        self._device.finish()  # what an op that failed had put there before: it may use the memory that is freed now
         self._sampler.close()
         if self._moving is not self._engine:
             self._moving.close()

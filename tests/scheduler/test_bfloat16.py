@@ -346,7 +346,7 @@ def test_weight_buffers_are_half_as_large() -> None:
         found.append(memory.smallest(prepare(staged, layouts, config).memory.demand))
     exact, rounded = found
     assert rounded.weight_bytes * 2 == exact.weight_bytes
-    assert rounded.gradients.num_bytes == exact.gradient_bytes
+    assert rounded.gradients.num_bytes == exact.gradients.num_bytes
     assert rounded.ring_bytes == exact.ring_bytes * STATE_BYTES // (STATE_BYTES + 4)
     assert rounded.demand.block_bytes * 2 == exact.demand.block_bytes
     assert rounded.need_bytes < exact.need_bytes

@@ -122,6 +122,8 @@ class LateDevice(Device):
         #: What ended the device.
         self._failure: BaseException | None = None
         self._closed = False
+        #: A work is being carried out.
+        self._is_working = False
         #: Reentrant: memory may be given back by a collection of garbage within a call.
         self._memory_lock = threading.RLock()
         #: Living allocations: first address -> bytes.
@@ -188,6 +190,13 @@ class LateDevice(Device):
     def describe(self) -> str:
         return f"late device, order {self.seed_of_order}"
 
+    def finish(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return not self._is_working and not any(stream.waiting for stream in self._streams.values())
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -232,6 +241,7 @@ class LateDevice(Device):
                 self._be_late()
                 stream = self._choose(self._ready())
                 work, _, mark = stream.waiting.popleft()
+                self._is_working = True
             error: BaseException | None = None
             if self._failure is not None:
                 error = DeviceError(f"{self.describe()} failed earlier: {self._failure!r}")
@@ -245,6 +255,9 @@ class LateDevice(Device):
                     self.num_works += 1
             del work  # what it holds is freed now, not when the next comes
             mark.reach(error)
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
 
     def _be_late(self) -> None:
         """Give others the chance to overtake what could begin now: their work, and what the host does meanwhile."""

@@ -214,6 +214,12 @@ class AcceleratorDevice(Device):
             for region in list(self._pinned.values()):
                 self.unpin(region)
 
+    def finish(self) -> None:
+        try:
+            self._module.synchronize(self.torch_device)
+        except RuntimeError as error:
+            _log.warning("%s, while it was waited for: %s", self._name, _first_line(error))
+
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
         """Have the calling thread's kernels and copies go to a stream of the torch module, and to its device."""
         entered: AbstractContextManager[Any] = self._module.stream(stream)

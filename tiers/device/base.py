@@ -98,6 +98,10 @@ class Device(ABC):
         """One line for people."""
 
     @abstractmethod
+    def finish(self) -> None:
+        """Wait until nothing is left in any stream, well or not. Raises nothing: whoever needs the work has its mark."""
+
+    @abstractmethod
     def close(self) -> None:
         """Unpin everything, end threads. Work that is still in a stream is done first. Idempotent."""
 

@@ -65,5 +65,8 @@ class HereDevice(Device):
     def describe(self) -> str:
         return "cpu"
 
+    def finish(self) -> None:
+        """Nothing is ever left."""
+
     def close(self) -> None:
         """Nothing to end."""
