@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.memory import MemoryPlan
 from hoist.tiers.device import Device
 from hoist.tiers.device.choose import choose_device
 from hoist.tools.sizes import show_bytes
@@ -20,8 +18,6 @@ from hoist.tools.sizes import show_bytes
 #: Without a word on its budget, so much of what is free in a device's memory is used: the rest is for kernels' scratch
 #: and what the allocator cannot fill.
 SHARE_OF_FREE = 0.9
-#: Label and bytes.
-Part = tuple[str, int]
 
 
 @contextmanager
@@ -85,14 +81,3 @@ def moved(before: object, device: Device) -> str | None:
     if before in (None, now):
         return None
     return f"computed on {before} up to the last commit, now on {now}: results differ in rounding"
-
-
-def given(device: Device) -> dict[str, Any]:
-    """What `prepare` and `Trainer` are given of the device: nothing if it is the CPU, which they take by themselves."""
-    return {"device": device} if device.is_separate else {}
-
-
-def parts(memory: MemoryPlan, device: Device) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """What of a run's memory lies in the host's, and what in the device's, as far as it is separate."""
-    separate: Any = memory  # which has `device_parts` where there is such a device
-    return tuple(memory.parts()), tuple(separate.device_parts()) if device.is_separate else ()

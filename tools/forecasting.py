@@ -22,7 +22,6 @@ from hoist.tiers.format import SCRATCH_DIRECTORY
 from hoist.tiers.io.base import IoStatistics
 from hoist.tiers.io.choose import choose_engine
 from hoist.tiers.layout import StageLayout
-from hoist.tools import devices
 from hoist.tools.errors import StoppedError
 from hoist.tools.forecast import KINDS, DriveNeed, Forecast
 from hoist.tools.preparing import Prepared
@@ -93,7 +92,7 @@ def _forecast(
     moved: IoStatistics | None = None,
 ) -> Forecast:
     config, setup = run.config, run.setup
-    host, device = devices.parts(setup.memory, run.device)
+    host, device = setup.memory.parts(), setup.memory.device_parts()
     return Forecast(
         prediction=prediction,
         why_not=why_not,

@@ -173,9 +173,9 @@ def open_trainer(
         compiling.check(config.backend_in_force, computing.torch_device)
         baseline_bytes = warm_up()
         if opened is not None:
-            setup = prepare(staged, opened.layouts, config, **devices.given(computing))
+            setup = prepare(staged, opened.layouts, config, device=computing)
         else:
-            setup = prepare(staged, lay_out_stages(staged), config, **devices.given(computing))
+            setup = prepare(staged, lay_out_stages(staged), config, device=computing)
             checkpoint = source.checkpoint
             check_creatable(directory, fresh=fresh)
             check_places(directory, further, fresh=fresh)
@@ -200,7 +200,7 @@ def open_trainer(
         yield cleanup.enter_context(
             Trainer(
                 model=staged, store=opened, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup,
-                trace=None if trace is None else cleanup.enter_context(Trace(trace)), **devices.given(computing),
+                trace=None if trace is None else cleanup.enter_context(Trace(trace)), device=computing,
             )
         )
 

@@ -79,7 +79,7 @@ def open_module_trainer(
         trainer = cleanup.enter_context(
             Trainer(
                 model=model, store=store, engine=engine, config=config, baseline_bytes=baseline_bytes, setup=setup,
-                trace=None if trace is None else cleanup.enter_context(Trace(trace)), **devices.given(computing),
+                trace=None if trace is None else cleanup.enter_context(Trace(trace)), device=computing,
             )
         )
         model.drop_initial_values()
@@ -89,7 +89,7 @@ def open_module_trainer(
 def _prepare(model: ModuleModel, layouts: Sequence[StageLayout], config: TrainerConfig, device: Device) -> Setup:
     """Size the run. Raises ConfigError where modules or loss fail on what the example says."""
     try:
-        return prepare(model, layouts, config, **devices.given(device))
+        return prepare(model, layouts, config, device=device)
     except HoistError:
         raise
     except Exception as error:  # whatever code of the user's raises

@@ -164,7 +164,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             compiling.check(config.backend_in_force, device.torch_device)
             stop.check()
         baseline_bytes = warm_up()
-        setup = prepare(model, layouts, config, **devices.given(device))
+        setup = prepare(model, layouts, config, device=device)
         check_tbw(options, directory, found)
         weights = initialised(options.seed)
         if options.snapshot_every:

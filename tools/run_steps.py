@@ -31,7 +31,6 @@ from hoist.tiers.errors import BudgetError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
-from hoist.tools import devices
 from hoist.tools.errors import MetricsError, RunFailedError
 from hoist.tools.evaluation import Evaluation
 from hoist.tools.forecast import Forecast
@@ -147,7 +146,7 @@ class Loop:
                 wear=lambda: self._wear_now(config, counted),
                 trace=self._trace,
                 prediction=None if prediction is None else prediction.to_json(),
-                **devices.given(run.device),
+                device=run.device,
             ) as trainer,
             _explained(run, trainer),
             AutomaticSnapshots(
@@ -238,7 +237,7 @@ class Loop:
         for share in SHARES[1:]:
             with contextlib.suppress(BudgetError):
                 delayed = replace(config, delay=share)
-                setup = prepare(run.model, run.layouts, delayed, **devices.given(run.device))
+                setup = prepare(run.model, run.layouts, delayed, device=run.device)
                 if setup.stash_bytes <= room:
                     found[share] = (delayed, setup)
         picked = choose(times, {share: setup.stash_bytes for share, (_, setup) in found.items()})
