@@ -79,6 +79,9 @@ class TrainerConfig:
     over all its logits; more slices differ from that in rounding, whatever the budget."""
     max_piece_elements: int = 2**20
     """Largest unit of I/O and update (elements, a multiple of 4096); made smaller where the budget is short."""
+    weight_buffers: int = 2
+    """Weight buffers that stages whose weights do not stay take in turn, each for a whole stage; at least 2. With more,
+    so many more stages ahead are read: of use where the time of stages, or the drive's, is uneven."""
     resident_weights: bool = True
     """Use host memory that is left over at last to keep the compute weights of the last stages."""
     residency: float = 1.0
@@ -126,7 +129,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         whole = ("host_memory_bytes", "micro_batch_size", "num_micro_batches", "commit_every", "seq_len")
-        for name in (*whole, "loss_slice_tokens"):
+        for name in (*whole, "loss_slice_tokens", "weight_buffers"):
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "commit_every" and value is None):
                 raise ConfigError(f"{name}: {value!r} is not a whole number")
@@ -154,6 +157,8 @@ class TrainerConfig:
             raise ConfigError(f"compile_backend: {self.compile_backend!r} is no backend's name, like 'inductor'")
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0.0):
             raise ConfigError(f"clip_norm: {self.clip_norm} is not a finite number of at least 0 (0: no clipping)")
+        if self.weight_buffers < 2:
+            raise ConfigError(f"weight_buffers: {self.weight_buffers} is too few; one is computed with, one is read: 2")
         if self.max_skipped_steps < 1:
             raise ConfigError(f"max_skipped_steps: {self.max_skipped_steps} is not positive")
         if self.loss_slice_tokens < 0:

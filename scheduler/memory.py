@@ -84,6 +84,8 @@ class Demand:
     activations and workspace are there; states, and gradients on their way to updates, in host memory."""
     straight: bool = False
     """Weights are computed with in bfloat16 and read straight into their buffers: nothing is staged."""
+    num_weight_buffers: int = 2
+    """Buffers that stages whose weights do not stay take in turn; at least 2. With 2 they share one region."""
     keepable: tuple[Candidate, ...] = ()
     """What may stay in host memory from step to step, the best first, after those that must stay."""
     num_pinned: int = 0
@@ -170,7 +172,7 @@ class MemoryPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Region of the two weight buffers, one at each end, and of the resident stages' own."""
+        """Region of the weight buffers that stages take in turn, and of the resident stages' own."""
         return self._streamed_bytes + sum(stage.weights for stage in self._resident)
 
     @property
@@ -182,7 +184,15 @@ class MemoryPlan:
         return self.demand.stages[len(self.demand.stages) - self.num_resident :]
 
     @property
+    def _turn_bytes(self) -> list[int]:
+        """More than two buffers lie apart: bytes of each, which is as large as the largest stage that takes it."""
+        count = self.demand.num_weight_buffers
+        return [max((stage.weights for stage in self._streamed[turn::count]), default=0) for turn in range(count)]
+
+    @property
     def _streamed_bytes(self) -> int:
+        if self.demand.num_weight_buffers > 2:
+            return sum(self._turn_bytes)
         return _pair_bytes([stage.weights for stage in self._streamed])
 
     @property
@@ -331,17 +341,20 @@ class MemoryPlan:
         )
 
     def buffers(self, delayed_from: Sequence[int] = (), *, speculative: bool = False) -> Buffers:
-        """What a plan may use. Buffers 0 and 1 alternate between streamed stages; the others have their own.
+        """What a plan may use. Streamed stages take turns: two buffers are 0 and 1, more have numbers after all others.
 
         ``delayed_from``, ``speculative``: see :class:`Buffers`.
         """
         kept = self.kept
         count = len(self.demand.stages)
         streamed = count - self.num_resident
-        weights = tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(count))
+        turns = self.demand.num_weight_buffers
+        first = 0 if turns == 2 else 2 + count
+        weights = tuple(first + stage % turns if stage < streamed else 2 + stage for stage in range(count))
         separate = self.demand.separate
         return Buffers(
             weights=weights,
+            stages_ahead=turns - 1,
             gradients=self.gradients.numbers(),
             separate=separate,
             host_gradients=self.host_gradients.numbers() if separate else (),
@@ -360,12 +373,14 @@ class MemoryPlan:
     def weight_offset(self, stage: int) -> int:
         """First byte of a stage's weights in the weight region.
 
-        Streamed stages with even index start at the region's low end, odd ones end at its high end: neighbours always
-        fit together, since the region is as large as the largest two neighbours.
+        Of two buffers, streamed stages with even index start at the region's low end, odd ones end at its high end:
+        neighbours always fit together, since the region is as large as the largest two neighbours.
         """
         streamed = len(self._streamed)
         if stage >= streamed:
             return self._streamed_bytes + sum(stage_bytes.weights for stage_bytes in self._resident[: stage - streamed])
+        if self.demand.num_weight_buffers > 2:
+            return sum(self._turn_bytes[: stage % self.demand.num_weight_buffers])
         return 0 if stage % 2 == 0 else self._streamed_bytes - self.demand.stages[stage].weights
 
 

@@ -90,12 +90,7 @@ class PlanBuilder:
         for index, visit in enumerate(self.visits):
             if self.held.get(self.buffers.weights[visit.stage]) != visit.stage:
                 self.load(visit.stage)  # the visit before needed the buffer
-            following = self.next_other_stage(index)
-            if (
-                following is not None
-                and self.fit_together(following, visit.stage)
-                and not self.belongs_to_next_step(index, following)
-            ):
+            for following in self.next_other_stages(index):
                 self.load(following)
             if index == turn:
                 self.emit(Kind.COMMIT, writes=(Resource(Part.COMMIT, 0),))
@@ -171,22 +166,32 @@ class PlanBuilder:
     def fit_together(self, stage: int, other: int) -> bool:
         """Both stages' weights can be in their buffers at once."""
         buffers = self.buffers.weights[stage], self.buffers.weights[other]
-        return stage == other or max(buffers) > 1 or (buffers[0] != buffers[1] and abs(stage - other) == 1)
+        return stage == other or (buffers[0] != buffers[1] and (max(buffers) > 1 or abs(stage - other) == 1))
 
     def belongs_to_next_step(self, index: int, stage: int) -> bool:
         """The stage's next visit is in the next step and its delayed updates come first: it is loaded there."""
         return self.is_delayed(stage) and all(visit.stage != stage for visit in self.visits[index:])
 
-    def next_other_stage(self, index: int) -> int | None:
-        """The stage visited next after the run of visits to this one, whose weights are loaded meanwhile.
+    def next_other_stages(self, index: int) -> Sequence[int]:
+        """The stages visited next after the run of visits to this one, whose weights are loaded meanwhile.
 
-        Wraps into the next step.
+        Wraps into the next step. Ends before one that would take the place of another that is needed sooner.
         """
         stage = self.visits[index].stage
         if index and self.visits[index - 1].stage == stage:
-            return None  # loaded when the run began
-        cycle = self.visits[index:] + self.visits
-        return next(visit.stage for visit in cycle if visit.stage != stage)
+            return ()  # loaded when the run began
+        found: list[int] = []
+        for visit in self.visits[index:] + self.visits:
+            if visit.stage == stage or visit.stage in found:
+                continue
+            if (
+                len(found) == self.buffers.stages_ahead
+                or not all(self.fit_together(visit.stage, sooner) for sooner in (stage, *found))
+                or self.belongs_to_next_step(index, visit.stage)
+            ):
+                break
+            found.append(visit.stage)
+        return found
 
     def emit(
         self,

@@ -39,6 +39,8 @@ class Buffers:
     has room for any two neighbours, but not for any two stages; others lie apart."""
     gradients: tuple[int, ...]
     """Gradient buffer of each stage; what it says of one without trainable tensors does not matter."""
+    stages_ahead: int = 1
+    """Stages whose weights are loaded while one computes, as far as they have buffers of their own until then."""
     delayed_from: tuple[int, ...] = ()
     """Per stage, the first piece whose update is delayed into the next step's forward; the first of a chunk, or the
     number of pieces for none. Empty: nothing is delayed."""

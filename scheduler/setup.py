@@ -246,6 +246,7 @@ def prepare(
         horizontal=config.plan == "horizontal",
         separate=device.is_separate,
         straight=straight,
+        num_weight_buffers=config.weight_buffers,
     )
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
     num_pinned = 0

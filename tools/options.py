@@ -78,6 +78,7 @@ MINIMA: Mapping[str, int] = {
     "eval_batches": 0,
     "seed": 0,
     "loss_slice_tokens": 0,
+    "weight_buffers": 2,
 }
 #: Options that belong to one call of the command, not to the run: the store does not remember them.
 NOT_REMEMBERED = frozenset(
@@ -184,6 +185,8 @@ class TrainOptions:
     """Order of micro-batches and stages."""
     delay: str = "0"
     """Share of the optimizer's work that is done in the next step's forward (with exact clipping all), or auto."""
+    weight_buffers: int = 2
+    """Weight buffers that stages whose weights do not stay in memory take in turn."""
     loss_slice_tokens: int = 0
     """Most tokens whose logits exist at once; 0: as many as have 32 MiB of them, or a quarter of the hidden size."""
     dtype: str = "auto"
@@ -427,6 +430,7 @@ class TrainOptions:
                 resident_weights=self.residency > 0.0,
                 pin_trained=self.lora is not None,
                 loss_slice_tokens=self.loss_slice_tokens,
+                weight_buffers=self.weight_buffers,
                 verify_reads=self.verify == "always",
             )
         except HyperparameterError as error:  # begins with the field: "betas[0] must be ..."

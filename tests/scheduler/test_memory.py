@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from hoist.scheduler.memory import (
     STAGING_BYTES,
     STATE_BYTES,
     Demand,
+    GradientBuffers,
     MemoryPlan,
     StageBytes,
     divide,
@@ -58,6 +60,8 @@ def demands(draw: st.DrawFn) -> Demand:
         max_piece_elements=4096 * draw(st.integers(1, 512)),
         delayed=draw(st.booleans()),
         horizontal=draw(st.booleans()),
+        separate=draw(st.booleans()),
+        num_weight_buffers=draw(st.sampled_from((2, 2, 3, 5))),
     )
 
 
@@ -101,7 +105,14 @@ def test_the_smallest_need_is_the_formula() -> None:
 @given(demand=demands())
 def test_the_parts_add_up_to_the_need(demand: Demand) -> None:
     plan = smallest(demand)
-    assert sum(size for _, size in plan.parts()) == plan.need_bytes == plan.arena_bytes + plan.workspace_bytes
+    assert sum(size for _, size in plan.parts()) == plan.need_bytes
+    assert sum(size for _, size in plan.device_parts()) == plan.device_need_bytes
+    if demand.separate:
+        assert plan.need_bytes == plan.arena_bytes + plan.filling_bytes
+        assert plan.device_need_bytes == plan.region_bytes + plan.workspace_bytes
+    else:
+        assert plan.need_bytes == plan.arena_bytes + plan.workspace_bytes
+        assert plan.device_need_bytes == plan.region_bytes == 0
 
 
 def test_the_smallest_budget_does_not_depend_on_the_number_of_layers() -> None:
@@ -124,19 +135,30 @@ def test_a_small_model_has_small_pieces() -> None:
 
 
 @settings(deadline=None)
-@given(demand=demands(), missing=st.integers(1, 10**9))
-def test_what_is_too_small_is_refused_with_what_works(demand: Demand, missing: int) -> None:
-    need = smallest(demand).need_bytes
+@given(demand=demands(), missing=st.integers(1, 10**9), on_device=st.booleans())
+def test_what_is_too_small_is_refused_with_what_works(demand: Demand, missing: int, on_device: bool) -> None:
+    least = smallest(demand)
+    host, device = least.need_bytes, least.device_need_bytes
+    on_device = on_device and demand.separate
+    option, need = ("--device-memory", device) if on_device else ("--host-memory", host)
+
+    def divided(budget: int) -> MemoryPlan:
+        return divide(
+            demand,
+            budget_bytes=host if on_device else budget,
+            device_budget_bytes=budget if on_device else device,
+        )
+
     with pytest.raises(BudgetError, match="is too small; at least") as caught:
-        divide(demand, budget_bytes=max(0, need - missing))
+        divided(max(0, need - missing))
     message = str(caught.value)
     assert "\n" not in message
-    found = re.search(r"give --host-memory (\d+)MiB or more", message)
+    found = re.search(rf"give {option} (\d+)MiB or more", message)
     assert found is not None
     advised = int(found[1]) * MIB
     assert need <= advised < need + MIB
-    assert divide(demand, budget_bytes=advised).need_bytes <= advised
-    assert divide(demand, budget_bytes=need).need_bytes <= need  # the formula is exact
+    divided(advised)
+    divided(need)  # the formula is exact
 
 
 def test_the_refusal_names_the_terms() -> None:
@@ -153,16 +175,24 @@ def test_the_refusal_names_the_terms() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(demand=demands(), extra=st.integers(0, 400 * MIB), resident=st.booleans())
-def test_a_division_keeps_its_promises(demand: Demand, extra: int, resident: bool) -> None:
+@given(
+    demand=demands(), extra=st.integers(0, 400 * MIB), other=st.integers(0, 400 * MIB), resident=st.booleans()
+)
+def test_a_division_keeps_its_promises(demand: Demand, extra: int, other: int, resident: bool) -> None:
+    """Both of them, with a separate device."""
     least = smallest(demand)
-    budget = least.need_bytes + extra
-    plan = divide(demand, budget_bytes=budget, resident_weights=resident)
+    budget, device_budget = least.need_bytes + extra, least.device_need_bytes + other
+    plan = divide(demand, budget_bytes=budget, device_budget_bytes=device_budget, resident_weights=resident)
     assert plan.need_bytes <= budget
+    assert plan.device_need_bytes <= (device_budget if demand.separate else 0)
     assert plan.need_bytes == sum(size for _, size in plan.parts())
     assert plan.piece_elements <= demand.max_piece_elements
     assert plan.num_activations <= demand.num_boundaries
-    assert plan.ring_bytes <= max(least.ring_bytes, RING_SHARE * budget)
+    if demand.separate:
+        assert plan.states_bytes <= max(least.states_bytes, RING_SHARE * budget)
+        assert plan.staging_bytes <= max(least.staging_bytes, RING_SHARE * device_budget)
+    else:
+        assert plan.ring_bytes <= max(least.ring_bytes, RING_SHARE * budget)
     assert plan.num_resident == 0 or resident
     check_regions(plan)
     plan.buffers()  # accepted: neighbours differ
@@ -174,22 +204,30 @@ def check_regions(plan: MemoryPlan) -> None:
     buffers = plan.buffers()
     count = len(stages)
     weights = [(plan.weight_offset(index), stage.weights) for index, stage in enumerate(stages)]
-    gradients = [(plan.gradients.offset(index), stage.gradients) for index, stage in enumerate(stages)]
     for start, size in weights:
         assert start % PAGE == 0 <= start
         assert start + size <= plan.weight_bytes
-    for start, size in gradients:
-        assert start % PAGE == 0 <= start
-        assert start + size <= plan.gradients.num_bytes
+    check_gradients(plan.gradients, plan.buffers().gradients)
+    if plan.demand.separate:
+        check_gradients(plan.host_gradients, plan.buffers().host_gradients)
     for first in range(count):
         for second in range(first + 1, count):
-            neighbours = second == first + 1
-            always = buffers.weights[second] > 1  # resident: there from step to step
-            if neighbours or always:
+            # Resident ones are there from step to step, and more than two that take turns lie apart.
+            apart = buffers.weights[first] != buffers.weights[second] and buffers.weights[second] > 1
+            if second == first + 1 or apart:
                 assert disjoint(weights[first], weights[second])
-            # Kept gradients wait from step to step; of two shared buffers, neighbours have one each at the same time.
-            if buffers.gradients[second] > 1 or (neighbours and plan.num_gradient_buffers > 1):
-                assert disjoint(gradients[first], gradients[second])
+
+
+def check_gradients(region: GradientBuffers, numbers: Sequence[int]) -> None:
+    """Kept gradients wait from step to step; of two shared buffers, neighbours have one each at the same time."""
+    places = [(region.offset(stage), size) for stage, size in enumerate(region.sizes)]
+    for start, size in places:
+        assert start % PAGE == 0 <= start
+        assert start + size <= region.num_bytes
+    for first in range(len(places)):
+        for second in range(first + 1, len(places)):
+            if numbers[second] > 1 or (second == first + 1 and region.num_shared > 1):
+                assert disjoint(places[first], places[second])
 
 
 def disjoint(left: tuple[int, int], right: tuple[int, int]) -> bool:
@@ -200,10 +238,13 @@ def ranks(plan: MemoryPlan) -> tuple[int, ...]:
     """What a division has got, the most important first."""
     return (
         int(plan.num_gradient_buffers > 1),
+        int(plan.num_host_gradient_buffers > 1),
+        plan.num_states,
         plan.num_staging,
         plan.piece_elements,
         plan.num_activations,
         plan.num_kept_gradients,
+        plan.num_kept_host_gradients,
         plan.num_kept,
         plan.num_resident,
     )
@@ -213,9 +254,10 @@ def ranks(plan: MemoryPlan) -> tuple[int, ...]:
 @given(demand=demands(), first=st.integers(0, 200 * MIB), more=st.integers(0, 200 * MIB))
 def test_more_memory_never_takes_away_what_matters_more(demand: Demand, first: int, more: int) -> None:
     """A larger budget gives more of the first thing in which the two divisions differ."""
-    need = smallest(demand).need_bytes
-    small = divide(demand, budget_bytes=need + first)
-    large = divide(demand, budget_bytes=need + first + more)
+    least = smallest(demand)
+    need, other = least.need_bytes, least.device_need_bytes
+    small = divide(demand, budget_bytes=need + first, device_budget_bytes=other)
+    large = divide(demand, budget_bytes=need + first + more, device_budget_bytes=other)
     assert ranks(small) <= ranks(large)
 
 

@@ -125,6 +125,15 @@ def test_any_budget_and_piece(plan: Order, budget_factor: float, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("plan", "weight_buffers", "delay"), [("vertical", 3, 0.0), ("vertical", 4, 0.5), ("horizontal", 3, 0.5)]
+)
+def test_any_number_of_weight_buffers(plan: Order, weight_buffers: int, delay: float, tmp_path: Path) -> None:
+    engine = Engine(plan=plan, weight_buffers=weight_buffers, delay=delay, resident_weights=False)
+    got = train(tmp_path / "store", tiny_config("llama"), make_steps(3, 3), Recipe(), engine)
+    assert_identical(got, reference("llama", 3))
+
+
+@pytest.mark.parametrize(
     ("family", "plan", "budget_factor"),
     [
         ("llama", "vertical", 1.0),

@@ -48,11 +48,14 @@ def buffers_for(
     speculative: bool = False,
     rereads_weights: bool = False,
     residency: Residency = Residency(),
+    turns: int = 2,
 ) -> Buffers:
-    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
+    """As `memory.MemoryPlan.buffers` numbers them: two or more that alternate, and the last stages' own."""
     streamed, shared = num_stages - resident, num_stages - kept
+    first = 0 if turns == 2 else 2 + num_stages
     return Buffers(
-        weights=tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(num_stages)),
+        weights=tuple(first + stage % turns if stage < streamed else 2 + stage for stage in range(num_stages)),
+        stages_ahead=turns - 1,
         gradients=tuple(stage % gradients if stage < shared else 2 + stage for stage in range(num_stages)),
         delayed_from=delayed_from,
         num_staging=staging,
@@ -171,6 +174,7 @@ def test_every_op_finds_what_it_needs(
         speculative=speculative,
         rereads_weights=data.draw(st.booleans(), label="rereads weights"),
         residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
+        turns=data.draw(st.sampled_from((2, 2, 3, 4)), label="turns"),
     )
     sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
@@ -233,6 +237,18 @@ def test_delayed_updates_reach_the_borrowers_too(make: Maker) -> None:
     assert [op.refresh for op in flush(shapes, buffers).ops if op.kind is Kind.UPDATE] == [(0, 2), (1,), (2,)]
     for seed in range(10):
         Simulation(shapes, buffers, seed=seed).run(Sequel(make, shapes, buffers).plans(2, 2, 0, 1, 2, 0))
+
+
+def test_with_more_weight_buffers_more_stages_are_read_ahead() -> None:
+    """Of six stages with three buffers: two ahead, in the forward and, the other way round, in the backward."""
+    shapes = (StageShape(chunks=(0,)),) * 6
+    plan = vertical(shapes, 1, buffers_for(6, turns=3), cold=True)
+    visits = [index for index, op in enumerate(plan.ops) if op.kind is Kind.BIND]
+    assert [plan.ops[index].stage for index in visits] == [0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0]
+    acquired = [[op.stage for op in plan.ops[:index] if op.kind is Kind.ACQUIRE] for index in visits]
+    # What is acquired by the time of each visit; 5, 4, 3 are there at the turn, and 2, 1, 0 are left for the next step.
+    assert acquired[:4] == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+    assert acquired[-1] == [0, 1, 2, 3, 4, 5, 2, 1, 0]
 
 
 # ---------------------------------------------------------------------- weights that are still there

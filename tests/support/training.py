@@ -88,6 +88,7 @@ class Engine:
     delay: float = 0.0
     budget_factor: float = 1.0
     """Times the smallest budget that works: at 1 activations are spilled and one gradient buffer serves all stages."""
+    weight_buffers: int = 2
     resident_weights: bool = True
     """Keep compute weights in their buffers from step to step where the budget has room for them."""
     residency: float = 0.0
@@ -370,6 +371,7 @@ def trainer_config(recipe: Recipe, engine: Engine, steps: Sequence[Step], host_m
         commit_every=engine.commit_every,
         max_piece_elements=engine.max_piece_elements,
         resident_weights=engine.resident_weights,
+        weight_buffers=engine.weight_buffers,
         residency=engine.residency,
         pin_trained=engine.pin_trained,
         clip_mode=engine.clip_mode,
@@ -420,7 +422,7 @@ def set_up(
     waits = config.delay_in_force > 0 or config.speculates
     key: tuple[object, ...] = (
         staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
-        config.pin_trained, recipe.dtype,
+        config.pin_trained, recipe.dtype, config.weight_buffers,
     )  # fmt: skip
     with make_device() as device:
         key = (*key, device.is_separate)

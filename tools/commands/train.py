@@ -353,6 +353,14 @@ def train(
             help="Largest share (0 to 1) of the states that memory left over keeps from step to step. Default 1.",
         ),
     ] = None,
+    weight_buffers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", rich_help_panel=_MACHINE,
+            help="Weight buffers, each for one stage, that stages take in turn: one less is read ahead. The same "
+            "results. Default 2.",
+        ),
+    ] = None,
     loss_slice_tokens: Annotated[
         str | None,
         typer.Option(
