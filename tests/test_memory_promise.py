@@ -116,6 +116,9 @@ def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group
         pytest.param(Task(vocab=8192, budget_mib=232, rows=2, tokens=256), id="large-workspace"),
         pytest.param(Task(vocab=2048, budget_mib=96, residency=0.0, delay=0.5), id="delayed"),
         pytest.param(Task(vocab=2048, budget_mib=120, delay=0.5, clip_norm=1e-2), id="delayed-and-guessed"),
+        pytest.param(
+            Task(vocab=8192, budget_mib=96, tokens=16, dtype="bfloat16"), id="bfloat16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_peak_stays_below_the_line(directory: Path, task: Task) -> None:

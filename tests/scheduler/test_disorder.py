@@ -147,3 +147,31 @@ def test_a_missing_dependency_shows(what: str, courses: dict[Order, Course]) -> 
         except (AssertionError, HoistError, RuntimeError):
             return
     pytest.fail("no order shows it")
+
+
+# ---------------------------------------------------------------------- bfloat16
+
+
+@pytest.fixture(scope="module")
+def rounded_courses() -> Iterator[dict[Order, Course]]:
+    """In bfloat16, where weights are read straight into their buffers."""
+    with quick_directory() as folder, torch_threads(1):
+        yield {plan: undisturbed(job(plan, dtype="bfloat16"), folder / plan) for plan in PLANS}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[] if seed < 1 else pytest.mark.slow) for seed in range(10)])
+@pytest.mark.parametrize("plan", PLANS)
+def test_unlucky_order_in_bfloat16(plan: Order, seed: int, rounded_courses: dict[Order, Course]) -> None:
+    what = job(plan, dtype="bfloat16")
+    check_same(what, rounded_courses[plan], kind=disordered(seed), seed=seed)
+
+
+def test_weights_that_are_read_into_a_buffer_in_use_show(rounded_courses: dict[Order, Course]) -> None:
+    mutation = without_reads([Kind.READ_WEIGHTS], lambda resource: resource.part is not Part.WEIGHTS)
+    what = job("vertical", dtype="bfloat16")
+    for seed in range(16):
+        try:
+            check_same(what, rounded_courses["vertical"], kind=disordered(seed, mutation), seed=seed)
+        except (AssertionError, HoistError, RuntimeError):
+            return
+    pytest.fail("no order shows it")

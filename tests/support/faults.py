@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel
 
-from hoist.scheduler.config import Order, TrainerConfig
+from hoist.scheduler.config import Dtype, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import smallest
 from hoist.scheduler.setup import Setup, prepare
@@ -92,7 +92,7 @@ def _freeze_something(model: PreTrainedModel) -> None:
 
 
 @cache
-def job(plan: Order, num_micro_batches: int = 3) -> Job:
+def job(plan: Order, num_micro_batches: int = 3, *, dtype: Dtype = "float32") -> Job:
     """The job in vertical or horizontal order, on the smallest budget that works."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -103,7 +103,7 @@ def job(plan: Order, num_micro_batches: int = 3) -> Job:
         intermediate_size=24,
         max_position_embeddings=16,
     )
-    recipe = Recipe(alter=_freeze_something)
+    recipe = Recipe(alter=_freeze_something, dtype=dtype)
     steps = make_steps(NUM_STEPS, num_micro_batches, rows=1, tokens=8, vocab_size=VOCAB_SIZE)
     staged = staged_model(config, recipe)
     engine = Engine(plan=plan, commit_every=1)

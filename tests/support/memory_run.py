@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 MIB = 2**20
 
@@ -39,6 +39,8 @@ class Task:
     clip_norm: float = 0.0
     """Clipping is speculative, so that gradients wait beside updates that are made at once."""
     residency: float = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is computed with."""
     lora_rank: int = 0
     """Not 0: a model is made and exported in bfloat16, then adapters around that are trained."""
     group: str | None = None
@@ -152,6 +154,7 @@ def main(task: Task) -> Used:
     def config(budget: int) -> TrainerConfig:
         return TrainerConfig(
             host_memory_bytes=budget,
+            dtype=task.dtype,
             micro_batch_size=task.rows,
             seq_len=task.tokens,
             num_micro_batches=task.micro_batches,
@@ -168,7 +171,7 @@ def main(task: Task) -> Used:
     directory = Path(task.directory)
     budget = (task.budget_mib or 0) * MIB
     if task.budget_mib is None:
-        built = build_model(model)
+        built = build_model(model, dtype=getattr(torch, task.dtype))
         if lora is not None:
             add_adapters(built, lora, base="")
         staged = split(built)
