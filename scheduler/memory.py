@@ -75,6 +75,10 @@ class Demand:
     """Masks, positions and rotary tables of a step's micro-batches, batches included."""
     max_piece_elements: int
     """Largest piece that is of use, in elements: see :func:`piece_limit`."""
+    library_bytes: int = 0
+    """On an accelerator, what libraries keep allocated from their first use on: cuBLAS a workspace for each stream and
+    each thread that starts kernels, the backward's too (32 MiB each on Hopper). Measured, see `workspace.py`; with what
+    the allocator may add to the one region of all buffers."""
     delayed: bool
     """Some gradients must wait for the next step: their updates are delayed, or may have to be made again."""
     horizontal: bool
@@ -267,8 +271,13 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Reserved beside that where computation happens: one stage's forward and backward, and the contexts."""
-        return max(stage.workspace for stage in self.demand.stages) + self.demand.context_bytes
+        """Reserved beside that where computation happens: one stage's forward and backward, what micro-batches need,
+        and on an accelerator what its libraries keep.
+
+        The promise there is about what torch's allocator counts as allocated, which are blocks: rounding is counted
+        with each of these parts. What it has reserved from the device may be more, as its free blocks differ in size.
+        """
+        return sum(size for _, size in self._room_parts())
 
     @property
     def filling_bytes(self) -> int:
@@ -299,6 +308,7 @@ class MemoryPlan:
         return (
             ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
             ("masks, positions, batches", self.demand.context_bytes),
+            ("workspaces of libraries", self.demand.library_bytes),
         )
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -406,6 +416,7 @@ def filling_demand(demand: Demand) -> Demand:
         block_bytes=0,
         num_boundaries=0,
         context_bytes=0,
+        library_bytes=0,
         delayed=False,
         horizontal=False,
         separate=False,

@@ -53,6 +53,8 @@ class Device(ABC):
     torch_device: torch.device
     #: Its memory is not the host's: what it computes with must be copied there, and has a budget of its own.
     is_separate: bool
+    #: `peak_bytes` counts all that kernels allocate there, temporaries too.
+    counts_allocations: bool = False
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
@@ -94,12 +96,16 @@ class Device(ABC):
         """Count from now on."""
 
     @abstractmethod
+    def give_back_free(self) -> None:
+        """Give the device the memory back that torch keeps for later use; nothing where it keeps none."""
+
+    @abstractmethod
     def describe(self) -> str:
         """One line for people."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until nothing is left in any stream, well or not. Raises nothing: whoever needs the work has its mark."""
+        """Wait until nothing is left in any stream, well or not. Raises nothing: who needs the work has its mark."""
 
     @abstractmethod
     def close(self) -> None:
