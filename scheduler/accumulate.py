@@ -38,7 +38,7 @@ class Target:
 
 def add_to(values: Tensor, gradient: Tensor) -> None:
     """Add a gradient to float32 sums of its shape, element by element; a 16-bit one with no large temporary."""
-    if gradient.dtype == values.dtype or gradient.is_cuda or gradient.numel() <= _WIDENED_ELEMENTS:
+    if gradient.dtype == values.dtype or gradient.device.type != "cpu" or gradient.numel() <= _WIDENED_ELEMENTS:
         values.add_(gradient)
         return
     rows = max(1, _WIDENED_ELEMENTS * gradient.shape[0] // gradient.numel())

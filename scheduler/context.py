@@ -94,7 +94,12 @@ class Context:
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages that the tensors use, each counted once."""
-        return sum(_storages(self.tensors).values())
+        return sum(self.storage_bytes)
+
+    @property
+    def storage_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of these storages."""
+        return tuple(_storages(self.tensors).values())
 
     def num_bytes_beyond(self, *others: Context) -> int:
         """Bytes of the storages that none of ``others`` uses: what this context costs while those are kept."""

@@ -75,6 +75,10 @@ class Demand:
     """Masks, positions and rotary tables of a step's micro-batches, batches included."""
     max_piece_elements: int
     """Largest piece that is of use, in elements: see :func:`piece_limit`."""
+    library_bytes: int = 0
+    """On an accelerator, what libraries keep allocated from their first use on: cuBLAS a workspace for each stream and
+    each thread that starts kernels, the backward's too (32 MiB each on Hopper). Measured, see `workspace.py`; with what
+    the allocator may add to the one region of all buffers."""
     delayed: bool
     """Some gradients must wait for the next step: their updates are delayed, or may have to be made again."""
     horizontal: bool
@@ -84,6 +88,8 @@ class Demand:
     activations and workspace are there; states, and gradients on their way to updates, in host memory."""
     straight: bool = False
     """Weights are computed with in bfloat16 and read straight into their buffers: nothing is staged."""
+    compiler_bytes: int = 0
+    """What compiling layers keeps in host memory: see `compiling.py`."""
     num_weight_buffers: int = 2
     """Buffers that stages whose weights do not stay take in turn; at least 2. With 2 they share one region."""
     keepable: tuple[Candidate, ...] = ()
@@ -277,8 +283,13 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Reserved beside that where computation happens: one stage's forward and backward, and the contexts."""
-        return max(stage.workspace for stage in self.demand.stages) + self.demand.context_bytes
+        """Reserved beside that where computation happens: one stage's forward and backward, what micro-batches need,
+        and on an accelerator what its libraries keep.
+
+        The promise there is about what torch's allocator counts as allocated, which are blocks: rounding is counted
+        with each of these parts. What it has reserved from the device may be more, as its free blocks differ in size.
+        """
+        return sum(size for _, size in self._room_parts())
 
     @property
     def filling_bytes(self) -> int:
@@ -290,7 +301,8 @@ class MemoryPlan:
     @property
     def need_bytes(self) -> int:
         """The formula: the sum of :meth:`parts`. With a separate device, of those in host memory."""
-        return self.arena_bytes + (self.filling_bytes if self.demand.separate else self.workspace_bytes)
+        beside = self.filling_bytes if self.demand.separate else self.workspace_bytes
+        return self.arena_bytes + self.demand.compiler_bytes + beside
 
     @property
     def device_need_bytes(self) -> int:
@@ -309,6 +321,7 @@ class MemoryPlan:
         return (
             ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
             ("masks, positions, batches", self.demand.context_bytes),
+            ("workspaces of libraries", self.demand.library_bytes),
         )
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -320,6 +333,7 @@ class MemoryPlan:
                 ("on the way between drive and device", NUM_BOUNCE_SLOTS * self.bounce_slot_bytes),
                 ("states kept from step to step", self.kept_bytes),
                 ("more while a store is filled", self.filling_bytes),
+                ("graphs of compiled layers", self.demand.compiler_bytes),
             )
         return (
             *self._computing_parts(),
@@ -327,6 +341,7 @@ class MemoryPlan:
             ("boundary activations", self.activation_bytes),
             ("states kept from step to step", self.kept_bytes),
             *self._room_parts(),
+            ("graphs of compiled layers", self.demand.compiler_bytes),
         )
 
     def device_parts(self) -> tuple[tuple[str, int], ...]:
@@ -421,6 +436,8 @@ def filling_demand(demand: Demand) -> Demand:
         block_bytes=0,
         num_boundaries=0,
         context_bytes=0,
+        library_bytes=0,
+        compiler_bytes=0,
         delayed=False,
         horizontal=False,
         separate=False,

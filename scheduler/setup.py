@@ -211,18 +211,17 @@ def prepare(
     loans = {tensor.placed.spec.name: tensor.placed for stage in borrowed for tensor in stage}
     batch = model.batches.largest(config)
     found = workspace.measure(
-        model, batch, loss_slice_tokens=config.loss_slice_tokens, layers_compiled=config.compile
+        model, batch, loss_slice_tokens=config.loss_slice_tokens, layers_compiled=config.compile, device=device
     )
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())
-    # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
-    # follow from what each micro-batch is given, every one has its own.
-    num_contexts = 1 + (config.num_micro_batches if config.extra_inputs else 1)
+    context_bytes = _context_bytes(found, [tensor.nbytes for tensor in batch.values()], config, device)
     weights = [*placed.values(), *(tensor for tensor in fixed.values() if tensor.spec.frozen_weight)]
     largest_matrix = FLOAT_BYTES * max((tensor.spec.num_elements for tensor in weights), default=0)
     packing = max(0, min(PACKING_BYTES_PER_THREAD * torch.get_num_threads(), largest_matrix) - FREE_PACKING_BYTES)
-    compiler = KEPT_BYTES if config.compile else 0
     in_blocks = device.torch_device.type == "cpu"
     blocks = [block_elements(tensor.spec.shape) for tensor in placed.values()] if in_blocks else []
+    heap_waste = [in_heap // HEAP_WASTE + packing for in_heap in found.in_heap]
+    if device.counts_allocations:  # what it counted has all of that in it
+        heap_waste = [0 for _ in heap_waste]
     largest_block = max(blocks, default=0)
     demand = Demand(
         stages=tuple(
@@ -230,22 +229,25 @@ def prepare(
                 name=layout.name,
                 weights=weight_bytes(layout, lent, kept, config.dtype),
                 gradients=round_up(weight_elements(layout) * FLOAT_BYTES, PAGE_BYTES),
-                workspace=space + in_heap // HEAP_WASTE + packing + compiler,
+                workspace=space + waste,
             )
-            for layout, lent, kept, space, in_heap in zip(
-                layouts, borrowed, frozen, found.stages, found.in_heap, strict=True
+            for layout, lent, kept, space, waste in zip(
+                layouts, borrowed, frozen, found.stages, heap_waste, strict=True
             )
         ),
         loan_bytes=loan_bytes(loans),
         block_bytes=round_up(DTYPE_BYTES[config.dtype] * largest_block, PAGE_BYTES),
         activation_bytes=round_up(found.boundary_bytes, PAGE_BYTES),
         num_boundaries=_most_boundaries(len(layouts), first, config.num_micro_batches),
-        context_bytes=num_contexts * found.context_bytes + 2 * batch_bytes * config.num_micro_batches,
+        context_bytes=context_bytes,
+        # The region's own block may be larger than asked for, too.
+        library_bytes=found.kept_bytes + (workspace.BLOCK_WASTE_BYTES if device.counts_allocations else 0),
         max_piece_elements=memory.piece_limit([layout.chunk_elements for layout in layouts], config.max_piece_elements),
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
         separate=device.is_separate,
         straight=straight,
+        compiler_bytes=KEPT_BYTES if config.compile else 0,
         num_weight_buffers=config.weight_buffers,
     )
     keepable = _keepable(demand, layouts, borrowed, frozen, config)
@@ -254,6 +256,24 @@ def prepare(
         keepable, num_pinned = residency.pinned_first(keepable)
     demand = replace(demand, keepable=keepable, num_pinned=num_pinned)
     return _divide(demand, tuple(layouts), borrowed, frozen, loans, config)
+
+
+def _context_bytes(
+    found: workspace.Workspaces, batch_bytes: Sequence[int], config: TrainerConfig, device: Device
+) -> int:
+    """What the micro-batches of a step take where computation happens: inputs, contexts, losses."""
+    count = config.num_micro_batches
+    if device.is_separate:
+        # Each has a context of its own: comparing two would wait for the device. Inputs are copied there for one step
+        # at a time, and those of the step before are gone by then; so much for the batches themselves, in host memory.
+        sizes = [*batch_bytes, FLOAT_BYTES]  # the loss
+        if device.counts_allocations:
+            sizes = [workspace.allocated_bytes(size) for size in sizes]
+        return count * (found.context_bytes + sum(sizes))
+    # Contexts are shared between micro-batches of one shape, and a second one exists while it is compared; where masks
+    # follow from what each micro-batch is given, every one has its own. Batches are there for two steps: the caller's
+    # next ones, too.
+    return (1 + (count if config.extra_inputs else 1)) * found.context_bytes + 2 * sum(batch_bytes) * count
 
 
 def _divide(

@@ -504,7 +504,9 @@ class Trainer:
         self._counters.note(state.skipped)
         metrics = self._metrics(state, spans, started, stopped)
         self._metrics_log.write(metrics.to_json())
-        state.batches = ()  # the state stays until its updates are done, and the budget has room for two steps' batches
+        # The state stays until its updates are done, and the budgets have room for two steps' batches, and for one
+        # step's on a separate device. Whatever needs them has ended: gradients were measured.
+        state.batches = state.inputs = ()
         kept = run(metrics) if callable(run) else run or {}
         self._position = _Position(
             step=step, adam_steps=state.adam_steps or {}, run={**kept, COUNTERS_KEY: self._counters.to_json()}

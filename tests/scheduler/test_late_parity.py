@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.scheduler.test_bfloat16 import test_any_budget_delay_and_share_in_memory as test_bfloat16_any_budget
+from tests.scheduler.test_bfloat16 import test_frozen_weights as test_bfloat16_frozen_weights
+from tests.scheduler.test_bfloat16 import test_losses_weights_and_moments_equal_the_plain_loop as test_bfloat16_parity
 from tests.scheduler.test_clip import test_any_delay_and_mode_give_the_same_bits, test_one_norm_over_tied_weights
 from tests.scheduler.test_delay import (
     test_a_commit_at_the_turn_has_the_step_before_and_nothing_of_this_one,
@@ -20,6 +23,7 @@ from tests.scheduler.test_delay import (
 )
 from tests.scheduler.test_kept_states import test_the_result_does_not_depend_on_what_is_kept
 from tests.scheduler.test_parity import *  # noqa: F403  (the whole module)
+from tests.scheduler.test_parity import _one_thread  # its fixture: references are of one thread
 from tests.scheduler.test_speculative import (
     test_borrowers_and_idle_tensors_get_what_was_made_again,
     test_guessing_gives_the_bits_of_exact_clipping,

@@ -6,7 +6,9 @@ forward and backward on random values, kernels' own scratch included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,6 +27,8 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.runtime import accumulate_into
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, split
+from hoist.tiers.device import HereDevice
+from hoist.tiers.errors import BudgetError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from tests.support.training import Engine, Recipe, trainer_config
 
@@ -176,3 +180,82 @@ def test_measuring_takes_no_memory_for_weights() -> None:
         assert sampler.peak_bytes < 4 * 4096 * 11008 // 2
     finally:
         sampler.close()
+
+
+class Counting(HereDevice):
+    """A CPU that is a device of its own to whoever asks, and says that each stage took ``SCRATCH`` bytes."""
+
+    SCRATCH, BEFORE, KEPT = 64 * 2**20, 3 * 2**20, 5 * 2**20
+    is_separate = True
+    counts_allocations = True
+
+    def __init__(self) -> None:
+        self.num_resets = self.num_given_back = 0
+        self._reads = 0
+
+    def reset_peak(self) -> None:
+        self.num_resets += 1
+        self._reads = 0
+
+    def peak_bytes(self) -> int:
+        """Right after a reset what is allocated, which libraries add to at their first use."""
+        self._reads += 1
+        now = self.BEFORE if self.num_resets == 1 else self.BEFORE + self.KEPT
+        return now if self._reads == 1 else now + self.SCRATCH
+
+    def give_back_free(self) -> None:
+        self.num_given_back += 1
+
+
+def test_on_an_accelerator_its_own_count_decides_and_everything_has_a_term() -> None:
+    """Where kernels take more than the tensors that are seen; and what libraries keep is found once."""
+    staged = split(build_model(LlamaConfig(**{**CONFIGS["llama"].to_diff_dict(), "num_hidden_layers": 3})))
+    device = Counting()
+    found = workspace.measure(staged, batch_of(0), device=device)
+    for need in found.stages:
+        assert (need - Counting.SCRATCH) % workspace.BLOCK_WASTE_BYTES == 0
+        assert 0 <= need - Counting.SCRATCH < 40 * workspace.BLOCK_WASTE_BYTES
+    assert found.kept_bytes == Counting.KEPT
+    assert workspace.measure(staged, batch_of(0), device=device).kept_bytes == Counting.KEPT
+    assert device.num_given_back == 2
+    assert device.peak_bytes() == Counting.BEFORE + Counting.KEPT  # counted anew
+    config = trainer_config(Recipe(), Engine(), [[batch_of(0)] * 4], 2**30)
+    setup = prepare(
+        staged, lay_out_stages(staged), replace(config, device_memory_bytes=2**30), device=device
+    )
+    demand = setup.memory.demand
+    assert dict(setup.memory.device_parts())["workspaces of libraries"] == Counting.KEPT + workspace.BLOCK_WASTE_BYTES
+    assert setup.memory.workspace_bytes == max(found.stages) + demand.context_bytes + demand.library_bytes
+    # Each of the four micro-batches has masks, ids and labels, and a loss, in blocks of at least 512 bytes.
+    assert demand.context_bytes == 4 * (found.context_bytes + 2 * ROWS * TOKENS * 8 + 512)
+    assert setup.memory.device_need_bytes <= 2**30
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stage_that_does_not_fit_an_accelerator_is_refused_with_nothing_left(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = split(build_model(CONFIGS["llama"]))
+    stage = staged.stages[number]
+    made: list[weakref.ref[Tensor]] = []
+    bind: Callable[[Mapping[str, Tensor]], None] = stage.bind
+    calls = 0
+
+    def bound(values: Mapping[str, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        bind(values)
+        if number or calls == 2:  # the first stage is bound once for what it hands on
+            made.extend(weakref.ref(value) for value in values.values())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    device = Counting()
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, "bind", bound)
+        with pytest.raises(BudgetError, match=r"^--device-memory: .* give a smaller --micro-batch-size or --seq-len"):
+            workspace.measure(staged, batch_of(0), device=device)
+        gc.collect()
+        assert made
+        assert [each() for each in made] == [None] * len(made)
+        assert device.num_given_back == 1
+    workspace.measure(staged, batch_of(0))

@@ -187,6 +187,9 @@ class LateDevice(Device):
         """Bytes allocated now."""
         return self._allocated_bytes
 
+    def give_back_free(self) -> None:
+        """Nothing: none is kept."""
+
     def describe(self) -> str:
         return f"late device, order {self.seed_of_order}"
 

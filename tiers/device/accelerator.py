@@ -107,6 +107,7 @@ class AcceleratorDevice(Device):
     """
 
     is_separate = True
+    counts_allocations = True
 
     def __init__(self, device: torch.device | str) -> None:
         """``device`` as torch names it, its index too if there are several. Raises DeviceError if it cannot be used."""
@@ -195,6 +196,9 @@ class AcceleratorDevice(Device):
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats(self.torch_device)
+
+    def give_back_free(self) -> None:
+        self._module.empty_cache()
 
     def describe(self) -> str:
         if self._runtime() is None:

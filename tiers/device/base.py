@@ -53,6 +53,8 @@ class Device(ABC):
     torch_device: torch.device
     #: Its memory is not the host's: what it computes with must be copied there, and has a budget of its own.
     is_separate: bool
+    #: `peak_bytes` counts all that kernels allocate there, temporaries too.
+    counts_allocations: bool = False
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
@@ -92,6 +94,10 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Count from now on."""
+
+    @abstractmethod
+    def give_back_free(self) -> None:
+        """Give the device the memory back that torch keeps for later use; nothing where it keeps none."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -62,6 +62,9 @@ class HereDevice(Device):
     def reset_peak(self) -> None:
         """Nothing: the host tier's sampler measures."""
 
+    def give_back_free(self) -> None:
+        """Nothing: none is kept."""
+
     def describe(self) -> str:
         return "cpu"
 
