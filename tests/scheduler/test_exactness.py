@@ -18,7 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hoist.optim.adamw import AdamWHyperparameters
 from hoist.optim.schedules import Schedule
-from hoist.scheduler.config import Order
+from hoist.scheduler.config import Dtype, Order
 from hoist.scheduler.metrics import StepMetrics
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
@@ -484,8 +484,9 @@ def with_router_bias(model: PreTrainedModel) -> None:
     model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias = torch.tensor([0.5, -0.5, 0.25, 0.0])
 
 
-def test_packed_experts_larger_than_a_chunk_and_a_routers_buffer(tmp_path: Path) -> None:
-    recipe = Recipe(alter=with_router_bias)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_packed_experts_larger_than_a_chunk_and_a_routers_buffer(dtype: Dtype, tmp_path: Path) -> None:
+    recipe = Recipe(alter=with_router_bias, dtype=dtype)
     config = router_config()
     kept: list[Tensor] = []
 

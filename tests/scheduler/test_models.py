@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hoist.scheduler.errors import ConfigError, ModelError
 from hoist.scheduler.models import absent, build_model, stage_seed
 from hoist.scheduler.stages import split
+from tests.scheduler.test_stages import router_config
 from tests.support.models import FAMILIES, batch_of, reference_model, tiny_config
 
 #: More kinds of tables and scales than the families have.
@@ -39,6 +40,25 @@ def test_every_non_persistent_buffer_equals_ordinary_construction(family: str) -
         if name not in persistent:
             assert torch.equal(buffer, expected[name]), name
             assert buffer.dtype == expected[name].dtype, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "router"])
+def test_buffers_of_a_bfloat16_model(family: str) -> None:
+    """As ordinary construction makes them, but for those that a store keeps: it keeps the same for any dtype."""
+    config = router_config() if family == "router" else tiny_config(family)
+    built = build_model(config, dtype=torch.bfloat16)
+    reference = reference_model(config, attention="eager" if family == "gemma2" else "sdpa", dtype=torch.bfloat16)
+    expected, persistent = dict(reference.named_buffers()), reference.state_dict().keys()
+    kept = {name: buffer.dtype for name, buffer in built.named_buffers() if name in persistent}
+    assert set(kept.values()) == ({torch.float32} if family == "router" else set())
+    for name, buffer in built.named_buffers():
+        if name not in persistent:
+            assert buffer.dtype == expected[name].dtype, name
+            assert torch.equal(buffer, expected[name]), name
+    assert {parameter.dtype for parameter in built.parameters()} <= {torch.bfloat16, torch.float32}
+    staged = split(built)
+    assert staged.dtype == "bfloat16"
+    assert {spec.dtype for stage in staged.stages for spec in stage.tensors} == {"float32"}
 
 
 @pytest.mark.parametrize("rope", ["llama3", "linear", "yarn"])
