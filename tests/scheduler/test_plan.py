@@ -48,12 +48,22 @@ def buffers_for(
     speculative: bool = False,
     rereads_weights: bool = False,
     residency: Residency = Residency(),
+    host_gradients: int | None = None,
+    host_activations: int = 0,
 ) -> Buffers:
-    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
+    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own.
+
+    ``host_gradients``: as ``gradients``, in host memory beside a separate device, where ``kept`` stages have their own.
+    """
     streamed, shared = num_stages - resident, num_stages - kept
     return Buffers(
         weights=tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(num_stages)),
         gradients=tuple(stage % gradients if stage < shared else 2 + stage for stage in range(num_stages)),
+        separate=host_gradients is not None,
+        host_gradients=tuple(
+            stage % (host_gradients or 1) if stage < shared else 2 + stage for stage in range(num_stages)
+        ),
+        num_host_activations=host_activations,
         delayed_from=delayed_from,
         num_staging=staging,
         num_states=states,
@@ -151,14 +161,15 @@ class Sequel:
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int
 ) -> None:
-    """Steps with delayed updates or without, flushes and evaluations between some of them, commits at turns and
-    between steps; some chunks kept in memory; some updates made before the norm is known, and made again where that
-    was wrong.
+    """With a separate device or without; steps with delayed updates or without, flushes and evaluations between some of
+    them, commits at turns and between steps; some chunks kept in memory; some updates made before the norm is known,
+    and made again where that was wrong.
     """
     count = len(shapes)
     speculative = data.draw(st.booleans(), label="speculative")
     delayed_from = data.draw(st.one_of(st.just(()), st.just(delays_all(shapes)), delays(shapes)), label="delayed")
     num_slots = data.draw(st.sampled_from((2, 3)), label="slots")
+    host_gradients = data.draw(st.sampled_from((None, 1, 2)), label="host gradients")
     buffers = buffers_for(
         count,
         resident=data.draw(st.integers(0, count), label="resident"),
@@ -171,6 +182,8 @@ def test_every_op_finds_what_it_needs(
         speculative=speculative,
         rereads_weights=data.draw(st.booleans(), label="rereads weights"),
         residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
+        host_gradients=host_gradients,
+        host_activations=0 if host_gradients is None else data.draw(st.integers(0, 12), label="host activations"),
     )
     sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
