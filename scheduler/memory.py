@@ -490,7 +490,7 @@ def divide(
     def spare_bytes() -> int:
         """What is left of the host memory."""
         # What filling a store takes beyond the arena is less by as much as the arena grows.
-        return budget_bytes - (plan.arena_bytes if demand.separate else plan.need_bytes)
+        return budget_bytes - plan.need_bytes + plan.filling_bytes
 
     def keep(more_than: float) -> None:
         """Take candidates in order, while they are worth more and fit."""

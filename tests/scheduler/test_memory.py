@@ -203,6 +203,7 @@ def ranks(plan: MemoryPlan) -> tuple[int, ...]:
         plan.num_staging,
         plan.piece_elements,
         plan.num_activations,
+        plan.num_host_activations,
         plan.num_kept_gradients,
         plan.num_kept,
         plan.num_resident,

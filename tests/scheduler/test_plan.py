@@ -48,22 +48,12 @@ def buffers_for(
     speculative: bool = False,
     rereads_weights: bool = False,
     residency: Residency = Residency(),
-    host_gradients: int | None = None,
-    host_activations: int = 0,
 ) -> Buffers:
-    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own.
-
-    ``host_gradients``: as ``gradients``, in host memory beside a separate device, where ``kept`` stages have their own.
-    """
+    """As `memory.MemoryPlan.buffers` numbers them: two that alternate, and the last stages' own."""
     streamed, shared = num_stages - resident, num_stages - kept
     return Buffers(
         weights=tuple(stage % 2 if stage < streamed else 2 + stage for stage in range(num_stages)),
         gradients=tuple(stage % gradients if stage < shared else 2 + stage for stage in range(num_stages)),
-        separate=host_gradients is not None,
-        host_gradients=tuple(
-            stage % (host_gradients or 1) if stage < shared else 2 + stage for stage in range(num_stages)
-        ),
-        num_host_activations=host_activations,
         delayed_from=delayed_from,
         num_staging=staging,
         num_states=states,
@@ -90,6 +80,20 @@ def residencies(draw: st.DrawFn, shapes: Sequence[StageShape], delayed_from: tup
     with_frozen = [stage for stage, shape in enumerate(shapes) if shape.has_frozen]
     frozen = draw(st.frozensets(st.sampled_from(with_frozen))) if with_frozen else frozenset()
     return Residency(weights=tuple(weights), moments=tuple(moments), frozen=frozen)
+
+
+@st.composite
+def beside_a_device(draw: st.DrawFn, buffers: Buffers) -> Buffers:
+    """The same in a separate device's memory, with some in host memory."""
+    count = len(buffers.weights)
+    shared = draw(st.integers(0, count))
+    turns = draw(st.sampled_from((1, 2)))
+    return replace(
+        buffers,
+        separate=True,
+        host_gradients=tuple(stage % turns if stage < shared else 2 + stage for stage in range(count)),
+        num_host_activations=draw(st.integers(0, 12)),
+    )
 
 
 @st.composite
@@ -161,15 +165,14 @@ class Sequel:
 def test_every_op_finds_what_it_needs(
     data: st.DataObject, shapes: tuple[StageShape, ...], make: Maker, seed: int
 ) -> None:
-    """With a separate device or without; steps with delayed updates or without, flushes and evaluations between some of
-    them, commits at turns and between steps; some chunks kept in memory; some updates made before the norm is known,
-    and made again where that was wrong.
+    """Steps with delayed updates or without, flushes and evaluations between some of them, commits at turns and
+    between steps; some chunks kept in memory; some updates made before the norm is known, and made again where that
+    was wrong.
     """
     count = len(shapes)
     speculative = data.draw(st.booleans(), label="speculative")
     delayed_from = data.draw(st.one_of(st.just(()), st.just(delays_all(shapes)), delays(shapes)), label="delayed")
     num_slots = data.draw(st.sampled_from((2, 3)), label="slots")
-    host_gradients = data.draw(st.sampled_from((None, 1, 2)), label="host gradients")
     buffers = buffers_for(
         count,
         resident=data.draw(st.integers(0, count), label="resident"),
@@ -182,9 +185,8 @@ def test_every_op_finds_what_it_needs(
         speculative=speculative,
         rereads_weights=data.draw(st.booleans(), label="rereads weights"),
         residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
-        host_gradients=host_gradients,
-        host_activations=0 if host_gradients is None else data.draw(st.integers(0, 12), label="host activations"),
     )
+    buffers = data.draw(st.one_of(st.just(buffers), beside_a_device(buffers)), label="buffers")
     sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
     for _ in range(data.draw(st.integers(1, 2), label="commits between steps")):
