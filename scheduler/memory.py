@@ -165,6 +165,8 @@ class MemoryPlan:
     """With a separate device: 1 or 2 in host memory, which the stages without one of their own there share."""
     num_kept_host_gradients: int = 0
     """With a separate device: stages, counted from the last, with a gradient buffer of their own in host memory."""
+    num_host_activations: int = 0
+    """With a separate device: activation slots in host memory, beside the device's."""
 
     @property
     def kept(self) -> Kept:
@@ -263,6 +265,11 @@ class MemoryPlan:
         return self.num_activations * self.demand.activation_bytes
 
     @property
+    def host_activation_bytes(self) -> int:
+        """With a separate device: activation slots in host memory."""
+        return self.num_host_activations * self.demand.activation_bytes
+
+    @property
     def _computing_bytes(self) -> int:
         """Regions of what computation touches, staging left out."""
         fixed = self.demand.loan_bytes + self.demand.block_bytes
@@ -274,7 +281,8 @@ class MemoryPlan:
         if not self.demand.separate:
             return self._computing_bytes + self.ring_bytes + self.kept_bytes
         bounced = NUM_BOUNCE_SLOTS * self.bounce_slot_bytes
-        return self.host_gradients.num_bytes + self.states_bytes + bounced + self.kept_bytes
+        waiting = self.host_gradients.num_bytes + self.host_activation_bytes
+        return waiting + self.states_bytes + bounced + self.kept_bytes
 
     @property
     def region_bytes(self) -> int:
@@ -330,6 +338,7 @@ class MemoryPlan:
             return (
                 ("gradients for updates", self.host_gradients.num_bytes),
                 ("optimizer pieces", self.states_bytes),
+                ("boundary activations", self.host_activation_bytes),
                 ("on the way between drive and device", NUM_BOUNCE_SLOTS * self.bounce_slot_bytes),
                 ("states kept from step to step", self.kept_bytes),
                 ("more while a store is filled", self.filling_bytes),
@@ -377,6 +386,7 @@ class MemoryPlan:
             num_staging=self.num_staging,
             num_states=self.num_states,
             num_activations=self.num_activations,
+            num_host_activations=self.num_host_activations,
             speculative=speculative,
             straight_weights=self.demand.straight,
             rereads_weights=self.demand.straight,
@@ -467,7 +477,8 @@ def divide(
 
     From the smallest division upwards: a second gradient buffer (the optimizer overlaps the next stage's backward) and
     larger and more pieces; then states that stay from step to step, as long as a byte of them saves more than a byte of
-    the next two; boundary activations that needn't be spilled; gradients that wait (for the next micro-batch in
+    the next two; boundary activations that needn't be spilled, those of a separate device in its memory and then in the
+    host's; gradients that wait (for the next micro-batch in
     micro-batch-major order, or for delayed updates); the other states; and last the compute weights of stages, which
     then needn't be put together from their halves again. ``max_kept_bytes`` limits the states, but for those that must
     stay.
@@ -508,9 +519,14 @@ def divide(
 
     sums = list(accumulate((candidate.num_bytes for candidate in demand.keepable), initial=0))
 
+    def spare_bytes() -> int:
+        """What is left of the host memory."""
+        # What filling a store takes beyond the arena is less by as much as the arena grows.
+        return budget_bytes - plan.need_bytes + plan.filling_bytes
+
     def keep(more_than: float) -> None:
         """Take candidates in order, while they are worth more and fit."""
-        room = sums[plan.num_kept] + budget_bytes - plan.need_bytes
+        room = sums[plan.num_kept] + spare_bytes()
         fitting = bisect_right(sums, room if max_kept_bytes is None else min(room, max_kept_bytes)) - 1
         worthy = bisect_left(
             demand.keepable, -more_than, lo=demand.num_pinned, key=lambda candidate: -candidate.value
@@ -522,8 +538,11 @@ def divide(
         if demand.separate:
             spare = (device_budget_bytes - plan.device_need_bytes) // demand.activation_bytes
         else:
-            spare = (budget_bytes - plan.need_bytes) // demand.activation_bytes
+            spare = spare_bytes() // demand.activation_bytes
         take(replace(plan, num_activations=min(demand.num_boundaries, plan.num_activations + spare)))
+        if demand.separate:
+            spare = spare_bytes() // demand.activation_bytes
+            take(replace(plan, num_host_activations=min(_most_waiting(plan), spare)))
     if demand.horizontal or (demand.delayed and not demand.separate):
         while plan.num_kept_gradients < len(demand.stages):
             if not take(replace(plan, num_kept_gradients=plan.num_kept_gradients + 1)):
@@ -537,6 +556,17 @@ def divide(
         if not take(replace(plan, num_resident=plan.num_resident + 1)):
             break
     return plan
+
+
+def _most_waiting(plan: MemoryPlan) -> int:
+    """Boundary activations of a step that can be in no slot of a separate device at once.
+
+    One more than find no room: a slot is given away before what needs it comes.
+    """
+    demand = plan.demand
+    # In micro-batch-major order, those of one micro-batch.
+    most = min(demand.num_boundaries, len(demand.stages) - 1) if demand.horizontal else demand.num_boundaries
+    return 0 if most <= plan.num_activations else most - plan.num_activations + 1
 
 
 def _next_ring(plan: MemoryPlan) -> MemoryPlan:

@@ -81,6 +81,10 @@ class Kind(Enum):
     """Activation slot -> NVMe scratch: boundary (``stage``, ``micro_batch``)."""
     FETCH_ACTIVATION = auto()
     """NVMe scratch -> activation slot."""
+    LOWER_ACTIVATION = auto()
+    """Activation slot -> activation slot in host memory. Only with a separate device."""
+    RAISE_ACTIVATION = auto()
+    """Activation slot in host memory -> activation slot. Only with a separate device."""
     STASH_GRADIENT = auto()
     """Gradient buffer of ``stage`` -> NVMe scratch: one piece whose update is delayed into the next step."""
     SPILL_GRADIENT = auto()
@@ -115,6 +119,8 @@ LANES: dict[Kind, Lane] = {
     Kind.WRITE_KEPT: Lane.COMMIT,
     Kind.SPILL_ACTIVATION: Lane.IO,
     Kind.FETCH_ACTIVATION: Lane.IO,
+    Kind.LOWER_ACTIVATION: Lane.COPY,
+    Kind.RAISE_ACTIVATION: Lane.COPY,
     Kind.STASH_GRADIENT: Lane.IO,
     Kind.SPILL_GRADIENT: Lane.IO,
     Kind.FETCH_GRADIENT: Lane.IO,
@@ -126,7 +132,7 @@ LANES: dict[Kind, Lane] = {
 DEVICE_KINDS = frozenset(
     {
         Kind.MERGE, Kind.WIDEN, Kind.BIND, Kind.FORWARD, Kind.LOSS, Kind.EVALUATE, Kind.BACKWARD, Kind.UNBIND,
-        Kind.DOWNLOAD, Kind.REFRESH,
+        Kind.DOWNLOAD, Kind.REFRESH, Kind.LOWER_ACTIVATION, Kind.RAISE_ACTIVATION,
     }
 )  # fmt: skip
 
@@ -161,6 +167,8 @@ class Part(Enum):
     """The copy on NVMe of what is kept of one chunk (stage, chunk)."""
     ACTIVATION = auto()
     """An activation slot (number)."""
+    HOST_ACTIVATION = auto()
+    """An activation slot in host memory, beside a device's (number)."""
     SCRATCH_ACTIVATION = auto()
     """A spilled boundary activation (stage, micro-batch)."""
     SCRATCH_GRADIENT = auto()
@@ -195,6 +203,8 @@ class Op:
     """Staging, state or activation slot (-1: none); for ops that compute the slot of the stage's input (-1: none)."""
     output_slot: int = -1
     """FORWARD and BACKWARD: activation slot of the stage's output."""
+    host_slot: int = -1
+    """LOWER_ACTIVATION, RAISE_ACTIVATION: activation slot in host memory."""
     owner: int = -1
     """READ_WEIGHTS, MERGE, REFRESH: stage whose tensors these are; differs from ``stage`` for borrowed ones."""
     refresh: tuple[int, ...] = ()

@@ -295,6 +295,7 @@ class Places:
         activations = computing.take(memory.activation_bytes)
         kept_region = host.take(memory.kept_bytes)
         host_gradients = host.take(memory.host_gradients.num_bytes) if self._separate else None
+        lowered = host.take(memory.host_activation_bytes)
         #: uint8: all gradient buffers in host memory together, which creation uses for staging.
         self.gradient_region = gradients if host_gradients is None else host_gradients
         if self._separate:
@@ -362,6 +363,10 @@ class Places:
         ]
         size = memory.demand.activation_bytes
         self.activations = [activations[slot * size : (slot + 1) * size] for slot in range(memory.num_activations)]
+        #: Slots in host memory beside those of a separate device; none without one.
+        self.host_activations = [
+            lowered[slot * size : (slot + 1) * size] for slot in range(memory.num_host_activations)
+        ]
 
     def put_weights(
         self, stage: int, owner: int, piece: Piece, hi: Tensor, lo: Tensor, *, from_host: bool = True
@@ -437,6 +442,7 @@ class Places:
         self.staging.clear()
         self.states.clear()
         self.activations.clear()
+        self.host_activations.clear()
         self._free_arena()
 
 

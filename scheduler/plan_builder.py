@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from hoist.scheduler.activation_slots import ActivationSlots
+from hoist.scheduler.activation_slots import Move, schedule
 from hoist.scheduler.ops import Kind, Op, Part, Resource
 from hoist.scheduler.plan_records import FROZEN_PIECE, Buffers, Plan, StageShape
-from hoist.scheduler.visits import Phase, Visit, computations, touched
+from hoist.scheduler.visits import Phase, Visit
 
 
 class _Numbers(TypedDict, total=False):
@@ -23,6 +23,7 @@ class _Numbers(TypedDict, total=False):
     piece: int
     slot: int
     output_slot: int
+    host_slot: int
     owner: int
     delayed: bool
     fill: bool
@@ -52,9 +53,11 @@ class PlanBuilder:
         self.ops: list[Op] = []
         #: Every resource once: a plan has far more ops than resources, and its memory counts against the budget.
         self.shared: dict[Resource, Resource] = {}
-        self.activations = ActivationSlots(visits, buffers.num_activations)
-        self.computations = list(computations(visits))
+        #: What becomes of activations, computation by computation, and how many computations have been written down.
+        self.turns = schedule(visits, buffers.num_activations, buffers.num_host_activations)
         self.position = 0
+        #: Boundary activations that are spilled at some time.
+        self.scratch_activations: set[tuple[int, int]] = set()
         self.next_staging = 0
         self.next_state = 0
         #: Stage that each weight buffer holds, at this point of the plan.
@@ -101,7 +104,7 @@ class PlanBuilder:
             num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
             cold=self.cold,
             pending=self.was_pending,
-            scratch_activations=tuple(sorted(self.activations.ever_spilled)),
+            scratch_activations=tuple(sorted(self.scratch_activations)),
             scratch_gradients=tuple(sorted(self.scratch_gradients)),
             stashed_gradients=tuple(self.stashed),
         )
@@ -144,7 +147,7 @@ class PlanBuilder:
             num_micro_batches=len({micro_batch for visit in self.visits for micro_batch in visit.micro_batches}),
             cold=self.cold,
             pending=False,
-            scratch_activations=tuple(sorted(self.activations.ever_spilled)),
+            scratch_activations=tuple(sorted(self.scratch_activations)),
             scratch_gradients=(),
             stashed_gradients=(),
         )
@@ -309,20 +312,17 @@ class PlanBuilder:
 
     def compute(self, visit: Visit, micro_batch: int, weights: Resource) -> None:
         stage = visit.stage
-        boundaries = touched(visit, micro_batch)
-        slots = [self.resident(boundary, set(boundaries)) for boundary in boundaries]
-        self.prefetch_activations(set(boundaries))
-        resources = [Resource(Part.ACTIVATION, slot) for slot in slots]
-        input_slot = slots[0] if stage > 0 else -1
-        output_slot = slots[-1] if visit.phase in (Phase.FORWARD, Phase.BACKWARD) else -1
-        # No backward comes back to it, and what a first trained stage would give it nobody wants.
-        ends_input = stage > 0 and not self.activations.is_needed(boundaries[0], self.position + 1)
+        turn = self.turns[self.position]
+        self.position += 1
+        for move in turn.moves:
+            self.move_activation(move)
+        resources = [Resource(Part.ACTIVATION, slot) for slot in turn.slots]
         common: _Numbers = {
             "stage": stage,
             "micro_batch": micro_batch,
-            "slot": input_slot,
-            "output_slot": output_slot,
-            "ends_input": ends_input,
+            "slot": turn.slots[0] if stage > 0 else -1,
+            "output_slot": turn.slots[-1] if visit.phase in (Phase.FORWARD, Phase.BACKWARD) else -1,
+            "ends_input": turn.ends_input,
         }
         if visit.phase is Phase.FORWARD:
             self.emit(Kind.FORWARD, common, reads=(weights, *resources[:-1]), writes=resources[-1:])
@@ -333,53 +333,29 @@ class PlanBuilder:
             loans = [Resource(Part.LOAN, owner) for owner in lenders]
             kind = Kind.LOSS if visit.phase is Phase.LOSS else Kind.BACKWARD
             # The gradient of a stage's input takes the place of that input.
-            changed = resources[: 1 if stage > 0 and not ends_input else 0]
+            changed = resources[: 1 if stage > 0 and not turn.ends_input else 0]
             self.emit(kind, common, reads=(weights, *resources), writes=(*self.gradient(stage), *loans, *changed))
-            if stage > 0:
-                self.activations.saved.discard(boundaries[0])
-            if visit.phase is Phase.BACKWARD:
-                self.activations.drop(boundaries[-1])
-        if ends_input:
-            self.activations.drop(boundaries[0])
-        self.position += 1
 
-    def resident(self, boundary: tuple[int, int], pinned: set[tuple[int, int]]) -> int:
-        """Slot of a boundary activation, which is given one, and its content, if it has none."""
-        slot = self.activations.slot_of.get(boundary)
-        if slot is not None:
-            return slot
-        slot, victim = self.activations.take(boundary, self.position, pinned)
-        resource = Resource(Part.ACTIVATION, slot)
-        if victim is not None and victim not in self.activations.saved:
-            self.activations.saved.add(victim)
-            self.emit(
-                Kind.SPILL_ACTIVATION,
-                reads=(resource,),
-                writes=(Resource(Part.SCRATCH_ACTIVATION, *victim),),
-                stage=victim[0],
-                micro_batch=victim[1],
-                slot=slot,
-            )
-        if boundary in self.activations.spilled:
-            self.activations.spilled.remove(boundary)
-            self.emit(
-                Kind.FETCH_ACTIVATION,
-                reads=(Resource(Part.SCRATCH_ACTIVATION, *boundary),),
-                writes=(resource,),
-                stage=boundary[0],
-                micro_batch=boundary[1],
-                slot=slot,
-            )
-        return slot
-
-    def prefetch_activations(self, current: set[tuple[int, int]]) -> None:
-        """Bring what the next computation needs while this one runs, if that displaces nothing needed sooner."""
-        if self.position + 1 >= len(self.computations):
-            return
-        upcoming = touched(*self.computations[self.position + 1])
-        for boundary in upcoming:
-            if boundary in self.activations.spilled:
-                self.resident(boundary, current | set(upcoming))
+    def move_activation(self, move: Move) -> None:
+        """Between an activation slot and host memory or scratch."""
+        slot = Resource(Part.ACTIVATION, move.slot)
+        if move.host_slot >= 0:
+            kind = Kind.RAISE_ACTIVATION if move.comes else Kind.LOWER_ACTIVATION
+            below = Resource(Part.HOST_ACTIVATION, move.host_slot)
+        else:
+            kind = Kind.FETCH_ACTIVATION if move.comes else Kind.SPILL_ACTIVATION
+            below = Resource(Part.SCRATCH_ACTIVATION, *move.boundary)
+            self.scratch_activations.add(move.boundary)
+        source, target = (below, slot) if move.comes else (slot, below)
+        self.emit(
+            kind,
+            reads=(source,),
+            writes=(target,),
+            stage=move.boundary[0],
+            micro_batch=move.boundary[1],
+            slot=move.slot,
+            host_slot=move.host_slot,
+        )
 
     def fetch_gradient(self, index: int, stage: int) -> None:
         if any(visit.stage == stage and visit.phase is not Phase.FORWARD for visit in self.visits[:index]) and (

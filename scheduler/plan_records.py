@@ -69,6 +69,9 @@ class Buffers:
     """Optimizer state slots; at least 1."""
     num_activations: int
     """Activation slots; at least ``MIN_ACTIVATION_SLOTS``, or as many as there are boundary activations."""
+    num_host_activations: int = 0
+    """If ``separate``: slots in host memory for activations that find no room among those, which the device has. What
+    finds none there either goes to scratch."""
 
     @property
     def waiting_gradients(self) -> tuple[int, ...]:
@@ -85,6 +88,8 @@ class Buffers:
             raise ValueError("neighbouring stages must have different weight buffers")
         if (self.num_staging < 1 and not self.straight_weights) or self.num_states < 1:
             raise ValueError("at least one staging and one state slot are needed")
+        if self.num_host_activations and not self.separate:
+            raise ValueError("without a separate device all activation slots are in host memory")
         if self.straight_weights and not self.rereads_weights:
             raise ValueError("weights that are read straight into their buffers must be read again for updates")
         for stage, chunks in enumerate(self.kept_moments):

@@ -64,6 +64,11 @@ def _boundary(op: Op, offset: int) -> Item:
     return Item(ItemKind.ACTIVATION, op.stage + offset, op.micro_batch)
 
 
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Between host memory and a device's, as work for a stream."""
+    target.copy_(source, non_blocking=True)
+
+
 def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
     """What torch is seeded with before a stage sees a micro-batch. Changing this changes every run with dropout."""
     digest = hashlib.blake2b(f"{seed}/{step}/{stage}/{micro_batch}".encode(), digest_size=8).digest()
@@ -82,7 +87,10 @@ class Work:
 
 
 #: The stream of a separate device that each kind of op is put into, where that is not the one of computation.
-_STREAMS = {Kind.MERGE: "up", Kind.WIDEN: "up", Kind.REFRESH: "up", Kind.DOWNLOAD: "down"}
+_STREAMS = {
+    Kind.MERGE: "up", Kind.WIDEN: "up", Kind.REFRESH: "up", Kind.RAISE_ACTIVATION: "up",
+    Kind.DOWNLOAD: "down", Kind.LOWER_ACTIVATION: "down",
+}  # fmt: skip
 
 
 class Runtime:
@@ -164,6 +172,8 @@ class Runtime:
             Kind.BACKWARD: self._backward_op,
             Kind.DOWNLOAD: self._download,
             Kind.REFRESH: self._refresh,
+            Kind.LOWER_ACTIVATION: self._lower_activation,
+            Kind.RAISE_ACTIVATION: self._raise_activation,
         }
         self._run: dict[Kind, Callable[[Op, StepState], None]] = {
             Kind.ACQUIRE: self._acquire,
@@ -655,6 +665,20 @@ class Runtime:
     def _fetch_activation(self, op: Op, state: StepState, done: Done) -> None:
         place = self._scratch.activations[op.stage, op.micro_batch]
         self._fetch(_boundary(op, 0), op.slot, place, self._places.activations[op.slot], done)
+
+    def _lower_activation(self, op: Op, state: StepState) -> Work:
+        source, target = self._places.activations[op.slot], self._places.host_activations[op.host_slot]
+        return Work(
+            partial(_copy, target, source),
+            partial(self._manager.lower, _boundary(op, 0), op.host_slot, target.nbytes),
+        )
+
+    def _raise_activation(self, op: Op, state: StepState) -> Work:
+        source, target = self._places.host_activations[op.host_slot], self._places.activations[op.slot]
+        return Work(
+            partial(_copy, target, source),
+            partial(self._manager.lift, _boundary(op, 0), op.slot, target.nbytes),
+        )
 
     def _gradient_bytes(self, stage: int) -> Tensor:
         return self._places.stages[stage].gradients.view(torch.uint8)

@@ -18,7 +18,7 @@ _NOTHING = StateBytes()
 #: Records that are remembered: some 300 bytes each.
 _MOST_MADE = 8192
 #: What NVMe has in scratch alone, if at all; of all other kinds it has the newest version unless a buffer's is newer.
-_PASSING = frozenset({ItemKind.GRADIENT, ItemKind.WAITING_GRADIENT, ItemKind.ACTIVATION})
+_PASSING = frozenset({ItemKind.GRADIENT, ItemKind.WAITING_GRADIENT, ItemKind.ACTIVATION, ItemKind.LOWERED_ACTIVATION})
 _WHOLE_KINDS = {
     ItemKind.WEIGHTS: WEIGHTS,
     ItemKind.KEPT_WEIGHTS: WEIGHTS,
@@ -27,6 +27,7 @@ _WHOLE_KINDS = {
     ItemKind.GRADIENT: GRADIENTS,
     ItemKind.WAITING_GRADIENT: GRADIENTS,
     ItemKind.ACTIVATION: ACTIVATIONS,
+    ItemKind.LOWERED_ACTIVATION: ACTIVATIONS,
 }
 
 
@@ -85,7 +86,8 @@ class Whereabouts:
 
     def second_number(self, item: Item) -> int:
         """What tells items of one kind of state and stage apart: a piece, of a kept chunk the first one; a
-        micro-batch; -1 for what is of the whole stage, -2 for its frozen tensors that are kept.
+        micro-batch, or -1 less it for the copy in host memory of what a device has no room for; -1 for what is of the
+        whole stage, -2 for its frozen tensors that are kept.
         """
         match item.kind:
             case ItemKind.KEPT_WEIGHTS | ItemKind.KEPT_MOMENTS:
@@ -96,6 +98,8 @@ class Whereabouts:
                 return item.second - 1  # as `Manager.stash` numbers those that wait
             case ItemKind.KEPT_FROZEN:
                 return -2
+            case ItemKind.LOWERED_ACTIVATION:
+                return -1 - item.second
             case _:
                 return item.second
 
@@ -103,13 +107,17 @@ class Whereabouts:
         """Per stage and kind of state, where its bytes are."""
         # Rows of the numbers of a StateBytes, of what is not at rest, by 4 x stage + kind.
         rows: dict[int, list[int]] = {}
+        lowered = {item[1:] for item, *_ in table.items if item.kind is ItemKind.LOWERED_ACTIVATION}
         for item, state, num_bytes, in_buffer in table.items:
             kind, stage, _ = item
             if kind is ItemKind.STATES:
                 for part, part_bytes in self.split(item, num_bytes):
                     self._add(self._row(rows, stage, part), kind, state, part_bytes, in_buffer)
             else:
-                self._add(self._row(rows, stage, _WHOLE_KINDS[kind]), kind, state, num_bytes, in_buffer)
+                row = self._row(rows, stage, _WHOLE_KINDS[kind])
+                self._add(row, kind, state, num_bytes, in_buffer)
+                if kind is ItemKind.ACTIVATION and state is State.CLEAN and item[1:] in lowered:
+                    row[0] -= num_bytes  # its copy is not in scratch
         for (stage, _), num_bytes in table.stashed.items():
             self._row(rows, stage, GRADIENTS)[0] += num_bytes
         found: dict[int, list[StateBytes]] = {}

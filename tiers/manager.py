@@ -52,6 +52,8 @@ class ItemKind(Enum):
     """The same in host memory, where a separate device has made them (first: stage)."""
     ACTIVATION = "activation"
     """A boundary activation (first: stage, second: micro-batch); in backward, its gradient."""
+    LOWERED_ACTIVATION = "lowered activation"
+    """The same in host memory, where a separate device has no room for it (first: stage, second: micro-batch)."""
 
     __hash__ = object.__hash__
 
@@ -62,11 +64,13 @@ class State(Enum):
     STORED = "stored"
     """Nothing is resident; its bytes are on NVMe (weights, states), or in scratch (activations, gradients)."""
     ABSENT = "absent"
-    """An activation or gradient that does not exist yet, or any more. Nothing is resident."""
+    """An activation or gradient that does not exist yet, or any more, or an activation that waits in host memory, where
+    it is another item. Nothing is resident."""
     FILLING = "filling"
     """The io and copy lanes own the buffer and bring its content from NVMe. Nobody may read it."""
     CLEAN = "clean"
-    """The buffer holds what NVMe holds; anyone may read it, and another item may take it."""
+    """The buffer holds what NVMe holds, or of an activation what its slot in host memory does; anyone may read it, and
+    another item may take it."""
     BOUND = "bound"
     """As CLEAN, but modules compute with it: it may not be taken."""
     DIRTY = "dirty"
@@ -207,6 +211,11 @@ _HOMED = frozenset(
 )
 
 
+def _lowered(item: Item) -> Item:
+    """The copy of an activation in host memory."""
+    return Item(ItemKind.LOWERED_ACTIVATION, item.first, item.second)
+
+
 class Manager:
     """Keeps the table. Every method may be called from any thread; each is one move, or refused as a whole.
 
@@ -253,9 +262,8 @@ class Manager:
         with self._lock:
             record = self._records.get(item)
             state = self._state(item, record)
-            if state is not State.STORED and not (
-                state is State.CLEAN and record is not None and record.buffer == buffer
-            ):
+            again = state is State.CLEAN and record is not None and record.buffer == buffer
+            if not (state is State.STORED or again) or self._is_lowered(item):
                 raise self._refuse(item, state, "fill")
             record = self._enter(item, record, buffer, num_bytes, "fill")
             record.parts, record.fresh = parts, True
@@ -277,7 +285,7 @@ class Manager:
         with self._lock:
             record = self._records.get(item)
             state = self._state(item, record)
-            if record is not None or state is not State.ABSENT:
+            if record is not None or state is not State.ABSENT or self._is_lowered(item):
                 raise self._refuse(item, state, "create")
             record = self._enter(item, record, buffer, num_bytes, "create")
             self._move(item, record, state, State.DIRTY, "create")
@@ -311,6 +319,7 @@ class Manager:
         """CLEAN or DIRTY -> DIRTY: its buffer has got new content, of ``num_bytes`` if these are others than before."""
         with self._lock:
             record = self._require(item, "modify", State.CLEAN, State.DIRTY)
+            self._forget_lowered(item)
             if num_bytes is not None:
                 self._count(item.kind, record.buffer, num_bytes - record.num_bytes)
                 record.num_bytes = num_bytes
@@ -333,10 +342,11 @@ class Manager:
                 self._check()
 
     def write(self, item: Item) -> None:
-        """DIRTY -> WRITING: it is being written to NVMe."""
+        """DIRTY -> WRITING: it is being written to NVMe; or CLEAN, for a copy in host memory, which then goes."""
         with self._lock:
-            record = self._require(item, "write", State.DIRTY)
-            self._move(item, record, State.DIRTY, State.WRITING, "write")
+            record = self._require(item, "write", State.DIRTY, *((State.CLEAN,) if self._is_lowered(item) else ()))
+            self._forget_lowered(item)
+            self._move(item, record, record.state, State.WRITING, "write")
 
     def written(self, item: Item, num_bytes: int) -> None:
         """WRITING -> CLEAN, after ``num_bytes`` have been written."""
@@ -351,10 +361,51 @@ class Manager:
         """CLEAN, DIRTY or STORED in scratch -> ABSENT: an activation or gradient that is not needed any more."""
         with self._lock:
             record = self._require(item, "discard", State.CLEAN, State.DIRTY, State.STORED)
+            self._forget_lowered(item)
             before = record.state
             self._leave(item, record)
             del self._records[item]
             self._move(item, record, before, State.ABSENT, "discard")
+
+    def lower(self, item: Item, buffer: int, num_bytes: int) -> None:
+        """An activation has been copied to a buffer of host memory: it is CLEAN, and a LOWERED_ACTIVATION is DIRTY.
+
+        It must be DIRTY, or CLEAN for another copy there, which goes. What that buffer held must be the copy of an
+        activation that is in a buffer itself, and DIRTY from now on.
+        """
+        with self._lock:
+            if item.kind is not ItemKind.ACTIVATION:
+                raise self._refuse(item, self._state(item, self._records.get(item)), "lower")
+            record = self._require(item, "lower", State.DIRTY, *((State.CLEAN,) if self._is_lowered(item) else ()))
+            lowered = _lowered(item)
+            holder = self._holders[lowered.kind].get(buffer)
+            if holder is not None and holder != lowered:
+                above = Item(item.kind, *holder[1:])
+                held = self._records.get(above)
+                if held is None or held.state is not State.CLEAN:
+                    raise self._refuse(holder, State.DIRTY, f"lower of {item}, which takes its buffer {buffer}")
+                self._forget_lowered(above)
+                self._move(above, held, State.CLEAN, State.DIRTY, "lose its copy")
+            self._forget_lowered(item)
+            copy = self._enter(lowered, None, buffer, num_bytes, "lower")
+            self._move(lowered, copy, State.ABSENT, State.DIRTY, "lower")
+            self._move(item, record, record.state, State.CLEAN, "lower")
+
+    def lift(self, item: Item, buffer: int, num_bytes: int) -> None:
+        """An activation has been copied from host memory into ``buffer``: ABSENT (or CLEAN in another one) -> CLEAN.
+
+        The copy there stays. What the buffer held is evicted, so it must be clean.
+        """
+        with self._lock:
+            record = self._records.get(item)
+            state = self._state(item, record)
+            if not self._is_lowered(item) or state not in (State.ABSENT, State.CLEAN):
+                raise self._refuse(item, state, "lift")
+            self._check_takeable(item, buffer, "lift")
+            if record is not None:
+                self._evict(item, record, "expire")  # nobody may have taken its former buffer yet
+            record = self._enter(item, None, buffer, num_bytes, "lift")
+            self._move(item, record, State.ABSENT, State.CLEAN, "lift")
 
     def save(self, kind: ItemKind, *, read_bytes: int = 0, written_bytes: int = 0) -> None:
         """No move: so many bytes were not transferred, because they were kept (less than 0: a commit wrote them)."""
@@ -478,12 +529,9 @@ class Manager:
 
     def _enter(self, item: Item, record: _Record | None, buffer: int, num_bytes: int, asked: str) -> _Record:
         """Give the item the buffer and evict what that held."""
-        holder = self._holders[item.kind].get(buffer)
-        if holder is not None and holder != item:
-            held = self._records[holder]
-            if held.state is not State.CLEAN:
-                raise self._refuse(holder, held.state, f"{asked} of {item}, which takes its buffer {buffer}")
-            self._evict(holder, held, "evict")
+        holder = self._check_takeable(item, buffer, asked)
+        if holder is not None:
+            self._evict(holder, self._records[holder], "evict")
         if record is None:
             record = self._records[item] = _Record()
         else:
@@ -492,6 +540,16 @@ class Manager:
         self._holders[item.kind][buffer] = item
         self._count(item.kind, buffer, num_bytes)
         return record
+
+    def _check_takeable(self, item: Item, buffer: int, asked: str) -> Item | None:
+        """The other item that a buffer holds, if any: a clean one."""
+        holder = self._holders[item.kind].get(buffer)
+        if holder is None or holder == item:
+            return None
+        held = self._records[holder]
+        if held.state is not State.CLEAN:
+            raise self._refuse(holder, held.state, f"{asked} of {item}, which takes its buffer {buffer}")
+        return holder
 
     def _count(self, kind: ItemKind, buffer: int, num_bytes: int) -> None:
         """Bytes that come to, or leave, a buffer (-1: scratch)."""
@@ -512,18 +570,34 @@ class Manager:
             record.buffer = -1
 
     def _evict(self, item: Item, record: _Record, asked: str) -> None:
-        """A clean item loses its buffer: NVMe has it."""
+        """A clean item loses its buffer: NVMe has it, or a buffer in host memory."""
         self._leave(item, record)
         self._counters[item.kind].evictions += 1
-        self._history.append((item, record.state, State.STORED, asked))
+        after = State.ABSENT if self._is_lowered(item) else State.STORED
+        self._history.append((item, record.state, after, asked))
         self._num_moves += 1
-        record.state = State.STORED
-        if item.kind in _HOMED:
+        record.state = after
+        if after is State.ABSENT or item.kind in _HOMED:
             del self._records[item]
         else:
             self._count(item.kind, -1, record.num_bytes)
         if self._log is not None:
-            self._note(self._log, item.kind, item.first, item.second, State.STORED, False, record.num_bytes)
+            num_bytes = 0 if after is State.ABSENT else record.num_bytes
+            self._note(self._log, item.kind, item.first, item.second, after, False, num_bytes)
+
+    def _is_lowered(self, item: Item) -> bool:
+        """An activation of which host memory has a copy below that of a device, or the only one."""
+        return item.kind is ItemKind.ACTIVATION and _lowered(item) in self._records
+
+    def _forget_lowered(self, item: Item) -> None:
+        """That copy, if there is one, is worth nothing any more; the caller sees to the state of ``item``."""
+        if not self._is_lowered(item):
+            return
+        lowered = _lowered(item)
+        record = self._records[lowered]
+        self._leave(lowered, record)
+        del self._records[lowered]
+        self._move(lowered, record, State.DIRTY, State.ABSENT, "forget")
 
     @staticmethod
     def _note(

@@ -243,6 +243,7 @@ def ranks(plan: MemoryPlan) -> tuple[int, ...]:
         plan.num_staging,
         plan.piece_elements,
         plan.num_activations,
+        plan.num_host_activations,
         plan.num_kept_gradients,
         plan.num_kept_host_gradients,
         plan.num_kept,
@@ -343,3 +344,49 @@ def test_pinned_states_stay_in_the_smallest_budget() -> None:
     assert divide(pinned, budget_bytes=least.need_bytes, max_kept_bytes=0).num_kept == 2
     assert divide(pinned, budget_bytes=2**34, max_kept_bytes=2 * MIB).num_kept == 2
     assert divide(pinned, budget_bytes=2**34).num_kept == 3
+
+
+# ---------------------------------------------------------------------- a device with memory of its own
+
+
+@settings(deadline=None)
+@given(
+    demand=demands().map(lambda each: replace(each, separate=True)),
+    host=st.integers(0, 200 * MIB),
+    device=st.integers(0, 60 * MIB),
+)
+def test_activations_fill_the_device_first_and_then_host_memory(demand: Demand, host: int, device: int) -> None:
+    least = smallest(demand)
+    budgets = least.need_bytes + host, least.device_need_bytes + device
+    plan = divide(demand, budget_bytes=budgets[0], device_budget_bytes=budgets[1])
+    assert plan.need_bytes == sum(size for _, size in plan.parts()) <= budgets[0]
+    assert plan.device_need_bytes == sum(size for _, size in plan.device_parts()) <= budgets[1]
+    assert plan.buffers().num_host_activations == plan.num_host_activations
+    at_once = min(demand.num_boundaries, len(demand.stages) - 1) if demand.horizontal else demand.num_boundaries
+    if plan.num_host_activations:
+        more = replace(plan, num_activations=plan.num_activations + 1, num_resident=0)
+        assert more.device_need_bytes > budgets[1]
+        assert plan.num_activations + plan.num_host_activations <= at_once + 1
+    elif plan.num_activations < at_once:
+        more = replace(plan, num_host_activations=1, num_kept_host_gradients=0)
+        assert more.need_bytes > budgets[0]
+
+
+def test_activations_in_host_memory_come_after_states_that_save_more_and_before_others() -> None:
+    found = tuple(
+        Candidate(keep=keep, stage=1, chunk=0, num_bytes=2 * MIB, saved_bytes=saved * MIB)
+        for keep, saved in ((Keep.WEIGHTS, 6), (Keep.MOMENTS, 4))
+    )
+    demand = replace(uniform(4), separate=True, keepable=found, activation_bytes=2 * MIB)
+    least = smallest(demand)
+    waiting = demand.num_boundaries - least.num_activations + 1
+    plans = [
+        divide(demand, budget_bytes=least.need_bytes + extra, device_budget_bytes=least.device_need_bytes)
+        for extra in range(0, 80 * MIB, MIB)
+    ]
+    history = [(plan.num_host_activations, plan.num_kept) for plan in plans]
+    assert 0 < history[0][0] < waiting and history[-1] == (waiting, 2)
+    assert history == sorted(history)
+    assert {kept for slots, kept in history if slots < waiting} == {1}
+    assert plans[-1].host_activation_bytes == waiting * demand.activation_bytes
+    assert not divide(demand, budget_bytes=2**34, device_budget_bytes=2**34).num_host_activations

@@ -86,6 +86,20 @@ def residencies(draw: st.DrawFn, shapes: Sequence[StageShape], delayed_from: tup
 
 
 @st.composite
+def beside_a_device(draw: st.DrawFn, buffers: Buffers) -> Buffers:
+    """The same in a separate device's memory, with some in host memory."""
+    count = len(buffers.weights)
+    shared = draw(st.integers(0, count))
+    turns = draw(st.sampled_from((1, 2)))
+    return replace(
+        buffers,
+        separate=True,
+        host_gradients=tuple(stage % turns if stage < shared else 2 + stage for stage in range(count)),
+        num_host_activations=draw(st.integers(0, 12)),
+    )
+
+
+@st.composite
 def models(draw: st.DrawFn) -> tuple[StageShape, ...]:
     """2 to 6 stages of 0 to 4 pieces in chunks, at least one of them trained; some borrow pieces of earlier stages."""
     count = draw(st.integers(2, 6))
@@ -176,6 +190,7 @@ def test_every_op_finds_what_it_needs(
         residency=data.draw(residencies(shapes, delayed_from if speculative else None), label="residency"),
         turns=data.draw(st.sampled_from((2, 2, 3, 4)), label="turns"),
     )
+    buffers = data.draw(st.one_of(st.just(buffers), beside_a_device(buffers)), label="buffers")
     sequel = Sequel(make, shapes, buffers)
     simulation = Simulation(shapes, buffers, seed=seed, num_slots=num_slots)
     for _ in range(data.draw(st.integers(1, 2), label="commits between steps")):

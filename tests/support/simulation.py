@@ -380,8 +380,20 @@ class Simulation:
 
     # ------------------------------------------------------------------ optimizer
 
+    def _waiting(self, stage: int) -> Place:
+        """Where a stage's gradients are for norms and updates."""
+        part = "host gradient" if self.buffers.separate else "gradient"
+        return part, self.buffers.waiting_gradients[stage]
+
+    def _download(self, op: Op, step: int, flight: InFlight) -> None:
+        gradient = ("gradient", self.buffers.gradients[op.stage])
+        final = ("sum", op.stage, step, self._plan_of.plan.num_micro_batches)
+        self._see(flight, gradient, final)
+        flight.writes[self._waiting(op.stage)] = final
+        self._take_loan(op, step, flight)
+
     def _norm(self, op: Op, step: int, flight: InFlight) -> None:
-        place = ("gradient", self.buffers.gradients[op.stage])
+        place = self._waiting(op.stage)
         num_micro_batches = self._plan_of.plan.num_micro_batches
         self._see(flight, place, ("sum", op.stage, step, num_micro_batches))
         flight.writes[place] = ("final", op.stage, step)
@@ -389,6 +401,11 @@ class Simulation:
         if not isinstance(before, tuple) or before[0] != step:
             before = (step, frozenset())
         flight.writes["norm",] = (step, before[1] | {op.stage})
+        if not self.buffers.separate:
+            self._take_loan(op, step, flight)
+
+    def _take_loan(self, op: Op, step: int, flight: InFlight) -> None:
+        """What borrowers of the stage's tensors have left for it, in the plan's order."""
         if any(owner == op.stage for shape in self.shapes for owner, _ in shape.borrowed):
             lent = tuple(
                 (earlier.stage, step, earlier.micro_batch)
@@ -423,7 +440,7 @@ class Simulation:
         if self._is_idle(op, step):
             return
         made = self._version(op, step)
-        gradient = ("state gradient", op.slot) if op.stashed else ("gradient", self.buffers.gradients[op.stage])
+        gradient = ("state gradient", op.slot) if op.stashed else self._waiting(op.stage)
         self._see(flight, gradient, ("final", op.stage, before))
         if op.loaded:  # updated in the weight buffer, whose stage must not be computing
             buffer = self.buffers.weights[op.stage]
@@ -442,19 +459,40 @@ class Simulation:
                 self.dirty.add((op.stage, chunk))
         if op.delayed:  # it may have to be scaled: all gradients of its step must have been measured
             self._see(flight, ("norm",), (before, self.trained))
-        for keeper in op.refresh:
-            buffer = self.buffers.weights[keeper]
-            self._see(flight, ("holder", buffer), keeper)
-            if self.content.get(("bound", buffer)) is not False:
-                raise WrongContentError(f"{op}: {keeper} computes with the weights that it changes")
-            held = f"a guess at {before + 1}" if op.redo else before
-            self._see(flight, ("weights", buffer, op.stage, op.piece), held)
-            flight.writes["weights", buffer, op.stage, op.piece] = made
+        for keeper in () if self.buffers.separate else op.refresh:
+            self._renew(op, keeper, op.stage, step, flight)
         if op.fill:
             buffer = self.buffers.weights[op.stage]
             self._see(flight, ("holder", buffer), op.stage)
             self._see(flight, ("weights", buffer, op.stage, op.piece), None)
             flight.writes["weights", buffer, op.stage, op.piece] = made
+
+    def _renew(self, op: Op, keeper: int, owner: int, step: int, flight: InFlight) -> None:
+        """A weight buffer that still holds a stage gets the new weights of a piece."""
+        buffer = self.buffers.weights[keeper]
+        self._see(flight, ("holder", buffer), keeper)
+        if self.content.get(("bound", buffer)) is not False:
+            raise WrongContentError(f"{op}: {keeper} computes with the weights that it changes")
+        before = step - op.delayed
+        held = f"a guess at {before + 1}" if op.redo else before
+        self._see(flight, ("weights", buffer, owner, op.piece), held)
+        flight.writes["weights", buffer, owner, op.piece] = self._version(op, step)
+
+    def _refresh(self, op: Op, step: int, flight: InFlight) -> None:
+        if self._is_idle(op, step):
+            return
+        made = self._version(op, step)
+        if op.slot < 0:
+            self._see(flight, ("kept", "weights", op.owner, op.piece), made)
+        else:
+            self._see(flight, ("states", op.slot), (op.owner, op.piece, made))
+        if not op.fill:
+            self._renew(op, op.stage, op.owner, step, flight)
+            return
+        buffer = self.buffers.weights[op.stage]
+        self._see(flight, ("holder", buffer), op.stage)
+        self._see(flight, ("weights", buffer, op.owner, op.piece), None)
+        flight.writes["weights", buffer, op.owner, op.piece] = made
 
     def _write_states(self, op: Op, step: int, flight: InFlight) -> None:
         if self._is_idle(op, step):
@@ -510,9 +548,20 @@ class Simulation:
         scratch = ("scratch", op.stage, op.micro_batch)
         self._copy(flight, scratch, ("activation", op.slot), (op.stage, op.micro_batch, step))
 
+    def _lower_activation(self, op: Op, step: int, flight: InFlight) -> None:
+        self._copy(flight, ("activation", op.slot), self._host_slot(op), (op.stage, op.micro_batch, step))
+
+    def _raise_activation(self, op: Op, step: int, flight: InFlight) -> None:
+        self._copy(flight, self._host_slot(op), ("activation", op.slot), (op.stage, op.micro_batch, step))
+
+    def _host_slot(self, op: Op) -> Place:
+        if not 0 <= op.host_slot < self.buffers.num_host_activations:
+            raise WrongContentError(f"{op}: there is no slot {op.host_slot} in host memory")
+        return "host activation", op.host_slot
+
     def _stash_gradient(self, op: Op, step: int, flight: InFlight) -> None:
         final = ("final", op.stage, step)
-        self._see(flight, ("gradient", self.buffers.gradients[op.stage]), final)
+        self._see(flight, self._waiting(op.stage), final)
         flight.writes["stash", op.stage, op.piece] = final
 
     def _spill_gradient(self, op: Op, step: int, flight: InFlight) -> None:

@@ -104,6 +104,59 @@ def test_an_activation_is_made_spilled_fetched_and_dropped(manager: Manager) -> 
     assert manager.statistics().peak_bytes == {"device": 0, "host": 128, "nvme": 1064}
 
 
+@pytest.fixture
+def beside() -> Manager:
+    """Of a run with a device: activations are in its memory."""
+    return Manager(validate=True, tiers={ItemKind.ACTIVATION: Tier.DEVICE})
+
+
+def test_an_activation_waits_in_host_memory_and_its_copy_stays_until_it_changes(beside: Manager) -> None:
+    item, other = ACTIVATIONS[:2]
+    beside.create(item, 0, 64)
+    beside.lower(item, 3, 64)
+    assert states_of(beside) == {"activation.0.0": "clean@device", "lowered activation.0.0": "dirty@host"}
+    beside.create(other, 0, 64)
+    assert states_of(beside) == {"activation.0.1": "dirty@device", "lowered activation.0.0": "dirty@host"}
+    assert beside.state(item) is State.ABSENT
+    beside.lift(item, 1, 64)
+    assert beside.statistics().resident_bytes == {"device": 128, "host": 64, "nvme": 0}
+    beside.lift(item, 2, 64)  # its slot may be given before somebody takes it
+    beside.need(item, 2)
+    beside.modify(item)
+    assert states_of(beside) == {"activation.0.0": "dirty@device", "activation.0.1": "dirty@device"}
+    beside.lower(item, 3, 64)
+    beside.lower(item, 4, 64)  # to another slot: two ops of one lane may change places
+    beside.lower(other, 3, 64)
+    beside.discard(item)
+    assert states_of(beside) == {"activation.0.1": "clean@device", "lowered activation.0.1": "dirty@host"}
+    assert beside.statistics().resident_bytes == {"device": 64, "host": 64, "nvme": 0}
+
+
+def test_a_copy_in_host_memory_may_go_as_long_as_it_is_one(beside: Manager) -> None:
+    item, other, third = ACTIVATIONS[:3]
+    for number, each in enumerate((item, other, third)):
+        beside.create(each, number, 64)
+    beside.lower(item, 0, 64)
+    beside.lower(other, 0, 64)
+    assert beside.state(item) is State.DIRTY  # the only one again
+    beside.write(other)  # to scratch: the one in host memory is of no use any more
+    beside.written(other, 64)
+    beside.lower(item, 0, 64)
+    beside.discard(third)
+    beside.create(third, 0, 64)
+    with pytest.raises(ResidencyError, match=r"lower of activation \(0, 2\), which takes its buffer 0"):
+        beside.lower(third, 0, 64)
+    with pytest.raises(ResidencyError, match=r"activation \(0, 0\) is absent: not allowed: create"):
+        beside.create(item, 1, 64)
+    with pytest.raises(ResidencyError, match=r"activation \(0, 2\) is dirty: not allowed: lift of activation"):
+        beside.lift(item, 0, 64)
+    with pytest.raises(ResidencyError, match=r"activation \(0, 1\) is clean: not allowed: lift"):
+        beside.lift(other, 1, 64)
+    assert states_of(beside) == {
+        "activation.0.1": "clean@device", "activation.0.2": "dirty@device", "lowered activation.0.0": "dirty@host",
+    }  # fmt: skip
+
+
 def test_a_spilled_gradient_may_be_dropped_in_scratch(manager: Manager) -> None:
     manager.create(GRADIENT, 0, 8)
     manager.write(GRADIENT)
@@ -202,7 +255,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = Manager(validate=True)
+        self.manager = Manager(validate=True, tiers={ItemKind.ACTIVATION: Tier.DEVICE})
 
     items = st.sampled_from([*WEIGHTS, *STATES, *ACTIVATIONS, GRADIENT])
     buffers = st.integers(0, 2)
@@ -225,7 +278,12 @@ class AnySequence(RuleBasedStateMachine):
     )
     def move(self, data: st.DataObject, name: str) -> None:
         line = data.draw(st.sampled_from(self.manager.table()))
-        self.attempt(name, Item(ItemKind(line.kind), line.first, line.second))
+        if line.kind != ItemKind.LOWERED_ACTIVATION.value:  # whose moves are those of what it is a copy of
+            self.attempt(name, Item(ItemKind(line.kind), line.first, line.second))
+
+    @rule(item=items, buffer=buffers, num_bytes=st.integers(0, 9), name=st.sampled_from(["lower", "lift"]))
+    def to_or_from_host(self, item: Item, buffer: int, num_bytes: int, name: str) -> None:
+        self.attempt(name, item, buffer, num_bytes)
 
     @rule(item=items)
     def written(self, item: Item) -> None:
@@ -239,7 +297,7 @@ class AnySequence(RuleBasedStateMachine):
     def bytes_are_those_of_the_table(self) -> None:
         statistics = self.manager.statistics()
         table = self.manager.table()
-        for tier in ("host", "nvme"):
+        for tier in ("device", "host", "nvme"):
             assert statistics.resident_bytes[tier] == sum(line.num_bytes for line in table if line.tier == tier)
             assert statistics.peak_bytes[tier] >= statistics.resident_bytes[tier]
         held = [(line.kind, line.buffer) for line in table if line.buffer >= 0]

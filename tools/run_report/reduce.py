@@ -64,6 +64,7 @@ OP_GROUPS: dict[str, tuple[str, ...]] = {
     "states": ("read_states", "write_states", "read_kept", "write_kept"),
     "spills": (
         "spill_activation", "fetch_activation", "stash_gradient", "spill_gradient", "fetch_gradient",
+        "lower_activation", "raise_activation",
     ),
     "updates": ("update", "norm"),
     "commit": ("commit",),
