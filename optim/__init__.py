@@ -10,6 +10,7 @@ from hoist.optim.adamw import (
     PieceReport,
     PieceUpdater,
     SegmentUpdate,
+    UpdateScratch,
     decay_for,
 )
 from hoist.optim.errors import HyperparameterError
@@ -31,6 +32,7 @@ __all__ = [
     "ScheduleKind",
     "SegmentUpdate",
     "SquareSum",
+    "UpdateScratch",
     "clip_scale",
     "decay_for",
     "merge",

@@ -102,24 +102,53 @@ def decay_for(name: str, shape: Sequence[int], weight_decay: float, *, no_decay_
     return weight_decay
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateScratch:
+    """Memory of a device for :class:`PieceUpdater`: the tensors that it updates are there too."""
+
+    weights: Tensor
+    """float32 [block]: the merged weights of one block."""
+    patterns: Tensor
+    """int32 [block]: second operand of the merge."""
+    steps: Tensor
+    """float32 [block / 64, rounded up]: step counts of the tensors of a block."""
+
+
 class PieceUpdater:
     """Runs AdamW on pieces. Holds two blocks of scratch (2 MiB); calls from several threads take turns.
 
+    With scratch on a device its calls are work for one of that's streams: nothing is allocated, and nothing read that
+    the host would have to wait for.
+
     Same bits as ``torch.optim.AdamW(fused=True)`` on whole tensors, for any cut into pieces and blocks and any number
-    of torch threads. The caller sets torch's threads. amsgrad and maximize are not supported.
+    of torch threads, on the device that the tensors are on. The caller sets torch's threads. amsgrad and maximize are
+    not supported.
     """
 
-    def __init__(self, hyperparameters: AdamWHyperparameters, *, block_elements: int = SPLIT_BLOCK_ELEMENTS) -> None:
-        """``block_elements`` (a multiple of 64) bounds the scratch; it doesn't change results."""
+    def __init__(
+        self,
+        hyperparameters: AdamWHyperparameters,
+        *,
+        block_elements: int = SPLIT_BLOCK_ELEMENTS,
+        scratch: UpdateScratch | None = None,
+    ) -> None:
+        """``block_elements`` (a multiple of 64) bounds the scratch; it doesn't change results.
+
+        ``scratch``: a device's, as long as its blocks; None: memory of the host.
+        """
+        if scratch is not None:
+            block_elements = scratch.weights.numel()
         if block_elements <= 0 or block_elements % SEGMENT_ALIGN_ELEMENTS:
             raise ValueError(f"block_elements must be a multiple of {SEGMENT_ALIGN_ELEMENTS}, got {block_elements}")
         self._betas = hyperparameters.betas
         self._eps = hyperparameters.eps
         self._block_elements = block_elements
         #: The merged weights of one block; valid only while ``_lock`` is held. Freed with this object.
-        self._weights = torch.empty(block_elements, dtype=torch.float32)
+        self._weights = torch.empty(block_elements, dtype=torch.float32) if scratch is None else scratch.weights
         #: Second operand of the merge; same life.
-        self._scratch = torch.empty(block_elements, dtype=torch.int32)
+        self._scratch = torch.empty(block_elements, dtype=torch.int32) if scratch is None else scratch.patterns
+        #: Step counts of one call of the kernel on a device; None on the CPU, where making them costs nothing.
+        self._steps = None if scratch is None else scratch.steps
         #: Guards the two blocks.
         self._lock = threading.Lock()
 
@@ -141,7 +170,7 @@ class PieceUpdater:
     ) -> PieceReport:
         """Update the segments of one piece in place; every other element keeps its bits.
 
-        All tensors are flat, contiguous views of the same piece of n elements on the CPU: ``weight_hi`` and
+        All tensors are flat, contiguous views of the same piece of n elements where the scratch is: ``weight_hi`` and
         ``weight_lo`` int16 or uint16 (see `split.py`), the moments, ``gradient`` and ``weights`` float32. ``gradient``
         may be shorter than n, as long as it covers every segment, and is only read. ``segments`` ascend and don't
         overlap; a tensor whose gradient is None is simply not among them, one whose gradient is zero is, and decays.
@@ -154,7 +183,7 @@ class PieceUpdater:
         said. Should the kernel itself raise, weights (halves and float32) and moments of the piece may be partly
         updated: its chunk must be read again from its committed slot.
         """
-        _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient, weights)
+        _check_piece(weight_hi, weight_lo, exp_avg, exp_avg_sq, gradient, weights, device=self._weights.device)
         _check_segments(segments, min(weight_hi.numel(), gradient.numel()))
         hi_bits, lo_bits = weight_hi.view(torch.int16), weight_lo.view(torch.int16)
         runs = _runs(segments, self._block_elements)
@@ -219,7 +248,7 @@ class PieceUpdater:
                 [exp_avg[begin:end] for begin, end, _ in parts],
                 [exp_avg_sq[begin:end] for begin, end, _ in parts],
                 [],  # amsgrad's
-                [torch.full((), segment.adam_step, dtype=torch.float32) for _, _, segment in parts],
+                self._step_counts([segment.adam_step for _, _, segment in parts]),
                 lr=lr,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
@@ -228,9 +257,19 @@ class PieceUpdater:
                 amsgrad=False,
                 maximize=False,
             )
-        if has_nan(weights):
+        # Looking would block on a device; there all are replaced, which leaves other numbers as they are.
+        if self._steps is not None or has_nan(weights):
             for begin, end, _ in run:
                 make_nans_canonical(weights[begin - offset : end - offset])
+
+    def _step_counts(self, adam_steps: Sequence[int]) -> list[Tensor]:
+        """The kernel's step counts (float32, no dimension); on a device valid until the next call in its stream."""
+        if self._steps is None:
+            return [torch.full((), adam_step, dtype=torch.float32) for adam_step in adam_steps]
+        counts = {adam_step: self._steps[place] for place, adam_step in enumerate(dict.fromkeys(adam_steps))}
+        for adam_step, count in counts.items():
+            count.fill_(adam_step)
+        return [counts[adam_step] for adam_step in adam_steps]
 
 
 #: Parts of segments that are worked on together: (first element, one past the last, segment), ascending.
@@ -265,8 +304,10 @@ def _check_piece(
     exp_avg_sq: Tensor,
     gradient: Tensor,
     weights: Tensor | None,
+    *,
+    device: torch.device,
 ) -> None:
-    """Raise ValueError unless the tensors are what :meth:`PieceUpdater.update` takes."""
+    """Raise ValueError unless the tensors are what :meth:`PieceUpdater.update` takes, with scratch on ``device``."""
     halves, floats = (torch.int16, torch.uint16), (torch.float32,)
     for name, tensor, dtypes in (
         ("weight_hi", weight_hi, halves),
@@ -278,9 +319,9 @@ def _check_piece(
     ):
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {tensor.dtype}")
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
             raise ValueError(
-                f"{name} must be flat, contiguous and on the CPU, "
+                f"{name} must be flat, contiguous and on {'the CPU' if device.type == 'cpu' else device}, "
                 f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}, device {tensor.device}"
             )
         if name != "gradient" and tensor.numel() != weight_hi.numel():

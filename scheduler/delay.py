@@ -84,7 +84,7 @@ def measure(ops: Sequence[Op], spans: Sequence[Span], bytes_of: Callable[[Op], i
         forward_io_seconds=io_seconds(in_forward - states),
         backward_io_seconds=io_seconds(of_step - in_forward - states),
         states_io_seconds=io_seconds(states),
-        updates_seconds=seconds(Kind.UPDATE, Kind.NORM),
+        updates_seconds=seconds(Kind.DEVICE_UPDATE, Kind.UPDATE, Kind.NORM),
         bytes_per_second=rate,
     )
 

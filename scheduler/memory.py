@@ -16,7 +16,7 @@ from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.plan_records import Buffers
 from hoist.scheduler.residency import MOMENT_BYTES, WEIGHT_BYTES, Candidate, Kept, kept_of
 from hoist.tiers.errors import BudgetError
-from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, round_up
+from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, TENSOR_ALIGN_ELEMENTS, round_up
 
 #: Bytes an element takes in a staging slot: weight_hi and weight_lo.
 STAGING_BYTES = 4
@@ -26,6 +26,11 @@ UPLOAD_BYTES = 8
 STATE_BYTES = WEIGHT_BYTES + MOMENT_BYTES
 #: Bytes an element of a gradient takes.
 GRADIENT_BYTES = 4
+#: Pieces that a separate device updates at once: one comes up or goes down while another one is updated.
+NUM_UPDATE_SLOTS = 2
+#: Bytes an element takes in one of them, and once for all: the merged weight, and scratch for merging and splitting.
+UPDATE_BYTES = STATE_BYTES + GRADIENT_BYTES
+UPDATE_SCRATCH_BYTES = 8
 #: Smallest piece that is chosen (elements): below this, requests are too small for a drive.
 MIN_PIECE_ELEMENTS = 16 * 4096
 #: Most pieces that the largest stage is cut into while pieces are smaller than this (elements): each costs some 5 KB of
@@ -37,6 +42,7 @@ MIN_SLOTS = 2
 MAX_SLOTS = 8
 #: Rings of slots (staging and states) grow while they take at most this share of the budget.
 RING_SHARE = 1 / 3
+PAGE_BYTES = 4096
 #: Slots of the ring in host memory through which files and a separate device exchange bytes, and the most of one slot.
 NUM_BOUNCE_SLOTS = 8
 MAX_BOUNCE_BYTES = 4 * 2**20
@@ -86,6 +92,8 @@ class Demand:
     separate: bool = False
     """What computes has memory of its own, with its own budget: weight and gradient buffers, loans, staging,
     activations and workspace are there; states, and gradients on their way to updates, in host memory."""
+    updates_on_device: bool = False
+    """If ``separate``: AdamW runs on the device."""
     straight: bool = False
     """Weights are computed with in bfloat16 and read straight into their buffers: nothing is staged."""
     compiler_bytes: int = 0
@@ -253,6 +261,15 @@ class MemoryPlan:
         return UPLOAD_BYTES * self.piece_elements if self.demand.separate else 0
 
     @property
+    def updates_bytes(self) -> int:
+        """Pieces that AdamW works on on a separate device, its scratch and step counts; 0 where it runs on the CPU."""
+        if not self.demand.updates_on_device:
+            return 0
+        elements = self.piece_elements
+        slots = (NUM_UPDATE_SLOTS * UPDATE_BYTES + UPDATE_SCRATCH_BYTES) * elements
+        return slots + round_up(steps_bytes(elements), PAGE_BYTES)
+
+    @property
     def bounce_slot_bytes(self) -> int:
         """One slot of the ring between files and a separate device; 0 without one."""
         if not self.demand.separate:
@@ -287,7 +304,9 @@ class MemoryPlan:
     @property
     def region_bytes(self) -> int:
         """The region in a separate device's memory; 0 without one."""
-        return self._computing_bytes + self.staging_bytes + self.upload_bytes if self.demand.separate else 0
+        if not self.demand.separate:
+            return 0
+        return self._computing_bytes + self.staging_bytes + self.upload_bytes + self.updates_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -360,6 +379,7 @@ class MemoryPlan:
         return (
             *self._computing_parts(),
             ("staging pieces", self.staging_bytes + self.upload_bytes),
+            ("updates on the device", self.updates_bytes),
             ("boundary activations", self.activation_bytes),
             *self._room_parts(),
         )
@@ -381,6 +401,7 @@ class MemoryPlan:
             stages_ahead=turns - 1,
             gradients=self.gradients.numbers(),
             separate=separate,
+            updates_on_device=self.demand.updates_on_device,
             host_gradients=self.host_gradients.numbers() if separate else (),
             delayed_from=tuple(delayed_from),
             num_staging=self.num_staging,
@@ -407,6 +428,11 @@ class MemoryPlan:
         if self.demand.num_weight_buffers > 2:
             return sum(self._turn_bytes[: stage % self.demand.num_weight_buffers])
         return 0 if stage % 2 == 0 else self._streamed_bytes - self.demand.stages[stage].weights
+
+
+def steps_bytes(piece_elements: int) -> int:
+    """Bytes of the step counts of a piece's tensors on a device: float32, one for each place where one can begin."""
+    return GRADIENT_BYTES * (-(-piece_elements // TENSOR_ALIGN_ELEMENTS))
 
 
 def promised_bytes(budget_bytes: int) -> int:
@@ -451,6 +477,7 @@ def filling_demand(demand: Demand) -> Demand:
         delayed=False,
         horizontal=False,
         separate=False,
+        updates_on_device=False,
         keepable=(),
         num_pinned=0,
     )
@@ -511,7 +538,7 @@ def divide(
         if not demand.separate:
             return wanted.ring_bytes <= RING_SHARE * budget_bytes
         in_host = wanted.states_bytes <= RING_SHARE * budget_bytes
-        return in_host and wanted.staging_bytes <= RING_SHARE * device_budget_bytes
+        return in_host and wanted.staging_bytes + wanted.updates_bytes <= RING_SHARE * device_budget_bytes
 
     # One chain of enlargements, left at the first that does not fit: a larger budget only goes further along it.
     while (bigger := _next_ring(plan)) != plan and in_share(bigger) and take(bigger):

@@ -66,6 +66,9 @@ class Kind(Enum):
     DOWNLOAD = auto()
     """Gradient buffer of ``stage`` -> its gradient buffer in host memory, what borrowers of its tensors left added
     first. Only with a separate device; the gradients are complete."""
+    DEVICE_UPDATE = auto()
+    """AdamW on one piece on a separate device: it goes up from its state slot, or where it is kept (``slot`` -1 if all
+    of it is), with its gradient, and back to the same place. The UPDATE that follows then keeps the books alone."""
     UPDATE = auto()
     """AdamW on one piece in its state slot, or where it is kept (``slot`` -1 if all of it is); the new weights also go
     to the buffers of the stages in ``refresh``. If ``loaded``, the weights before are those in the weight buffer."""
@@ -112,6 +115,7 @@ LANES: dict[Kind, Lane] = {
     Kind.OPEN_CHUNK: Lane.NONE,
     Kind.READ_STATES: Lane.IO,
     Kind.DOWNLOAD: Lane.COPY,
+    Kind.DEVICE_UPDATE: Lane.COPY,
     Kind.UPDATE: Lane.OPTIM,
     Kind.REFRESH: Lane.COPY,
     Kind.WRITE_STATES: Lane.IO,
@@ -132,7 +136,7 @@ LANES: dict[Kind, Lane] = {
 DEVICE_KINDS = frozenset(
     {
         Kind.MERGE, Kind.WIDEN, Kind.BIND, Kind.FORWARD, Kind.LOSS, Kind.EVALUATE, Kind.BACKWARD, Kind.UNBIND,
-        Kind.DOWNLOAD, Kind.REFRESH, Kind.LOWER_ACTIVATION, Kind.RAISE_ACTIVATION,
+        Kind.DOWNLOAD, Kind.DEVICE_UPDATE, Kind.REFRESH, Kind.LOWER_ACTIVATION, Kind.RAISE_ACTIVATION,
     }
 )  # fmt: skip
 
@@ -222,10 +226,10 @@ class Op:
     """READ_STATES, UPDATE: the weights before are still in the stage's weight buffer; they are not read, but updated
     there and split into the state slot, or to where they are kept."""
     stashed: bool = False
-    """READ_STATES, UPDATE: the gradient waits in scratch, not in its buffer."""
+    """READ_STATES, DEVICE_UPDATE, UPDATE: the gradient waits in scratch, not in its buffer."""
     redo: bool = False
-    """READ_STATES, UPDATE, REFRESH, WRITE_STATES: the update of the step before once more, from the version before it,
-    if the gradients turned out to need scaling."""
+    """READ_STATES, DEVICE_UPDATE, UPDATE, REFRESH, WRITE_STATES: the update of the step before once more, from the
+    version before it, if the gradients turned out to need scaling."""
 
     @property
     def lane(self) -> Lane:

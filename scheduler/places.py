@@ -12,14 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hoist.optim.adamw import UpdateScratch
 from hoist.optim.split import merge, merge_block
 from hoist.scheduler.frozen import FrozenLayout, computed_tensors, stored_tensors, widen
 from hoist.scheduler.memory import (
     GRADIENT_BYTES,
     NUM_BOUNCE_SLOTS,
+    NUM_UPDATE_SLOTS,
+    PAGE_BYTES,
     STAGING_BYTES,
     STATE_BYTES,
+    UPDATE_BYTES,
     MemoryPlan,
+    steps_bytes,
 )
 from hoist.tiers.arena import Arena
 from hoist.tiers.device import Device
@@ -34,7 +39,6 @@ from hoist.tiers.layout import (
     round_up,
 )
 
-PAGE_BYTES = 4096
 #: Elements of ``weight_hi`` in a page: what is read straight into a weight buffer is made of these.
 PAGE_ELEMENTS = PAGE_BYTES // 2
 
@@ -311,6 +315,19 @@ class Places:
         #: uint8, on a separate device: a piece's halves and merging them, for what comes from host memory. Used in the
         #: order of one stream. Empty without such a device.
         self._upload = computing.take(memory.upload_bytes)
+        #: On a separate device: pieces that AdamW works on, with room for their gradients; none where the CPU does.
+        self.update_slots: list[StateSlot] = []
+        #: What AdamW needs there besides.
+        self.update_scratch: UpdateScratch | None = None
+        if memory.updates_bytes:
+            elements = memory.piece_elements
+            for _ in range(NUM_UPDATE_SLOTS):
+                self.update_slots.append(StateSlot(computing.take(UPDATE_BYTES * elements), elements))
+            self.update_scratch = UpdateScratch(
+                weights=computing.take(4 * elements).view(torch.float32),
+                patterns=computing.take(4 * elements).view(torch.int32),
+                steps=computing.take(steps_bytes(elements)).view(torch.float32),
+            )
         #: What is kept of chunks, by stage and chunk.
         self.kept: dict[tuple[int, int], KeptChunk] = {}
         kept_frozen: dict[int, Tensor] = {}
@@ -439,6 +456,8 @@ class Places:
         self.kept.clear()
         self.loans.clear()
         self.block = self.gradient_region = self.ring = self.bounce = self._upload = torch.empty(0)
+        self.update_scratch = None
+        self.update_slots.clear()
         self.staging.clear()
         self.states.clear()
         self.activations.clear()

@@ -471,6 +471,12 @@ class PlanBuilder:
                     stashed=stashed,
                     redo=redo,
                 )
+            if self.buffers.updates_on_device:
+                # What the update is, and whether there is one at all, is known before it is put into a stream.
+                self.emit(
+                    Kind.DEVICE_UPDATE, common, reads=needs, writes=(*states, *keeping), delayed=delayed,
+                    stashed=stashed, redo=redo,
+                )
             self.emit(
                 Kind.UPDATE,
                 common,

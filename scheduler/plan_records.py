@@ -55,6 +55,8 @@ class Buffers:
     separate: bool = False
     """Weights, gradients and activations lie in a device's own memory: gradients are brought to host memory before they
     are used, and new weights of updates brought to the device after."""
+    updates_on_device: bool = False
+    """If ``separate``: AdamW runs on the device. States, and gradients for them, are in host memory all the same."""
     host_gradients: tuple[int, ...] = ()
     """If ``separate``: the gradient buffer in host memory of each stage; ``gradients`` then are the device's."""
     kept_weights: tuple[frozenset[int], ...] = ()
@@ -92,6 +94,8 @@ class Buffers:
             raise ValueError("without a separate device all activation slots are in host memory")
         if self.straight_weights and not self.rereads_weights:
             raise ValueError("weights that are read straight into their buffers must be read again for updates")
+        if self.updates_on_device and not self.separate:
+            raise ValueError("updates on the device need one with memory of its own")
         for stage, chunks in enumerate(self.kept_moments):
             if not chunks <= self.kept_weights[stage]:
                 raise ValueError(f"stage {stage}: moments are kept only of chunks whose weights are kept")

@@ -132,8 +132,11 @@ class Prices:
             # An update whose weights are not loaded merges them; in bfloat16 it always does, and was timed so.
             straight = self._setup.memory.demand.straight
             merged += piece.num_elements * (op.fill + (not op.loaded and not straight))
+            update_seconds = times.update_seconds
+            if self._setup.memory.demand.updates_on_device:  # which only checksums are left of
+                merged, update_seconds = 0, 0.0
             return (
-                times.update_seconds + written * times.checksum_seconds
+                update_seconds + written * times.checksum_seconds
             ) * piece.num_elements + times.merge_seconds * merged
         return 0.0
 

@@ -140,6 +140,7 @@ class Runtime:
             places=places,
             manager=manager,
             buffers=buffers,
+            device=device,
             pieces=self.pieces,
             optimizer=optimizer,
             no_decay_norms=no_decay_norms,
@@ -249,6 +250,8 @@ class Runtime:
     def run(self, op: Op, step: int, after: Sequence[Mark] = ()) -> Mark | None:
         """Carry out a copy, compute, optim or commit op, or put it into a separate device's stream behind ``after``."""
         state = self._steps[step - op.delayed]
+        if op.kind is Kind.DEVICE_UPDATE:
+            return self._updates.update_on_device(op, state, cast("Sequence[DeviceMark]", after))
         if op.kind in DEVICE_KINDS:
             work = self._works[op.kind](op, state)
             mark: Mark | None = None

@@ -19,9 +19,8 @@ from hoist.scheduler.compiling import KEPT_BYTES
 from hoist.scheduler.config import Dtype, TrainerConfig
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.frozen import FrozenLayout, lay_out_frozen
-from hoist.scheduler.memory import Demand, MemoryPlan, StageBytes
+from hoist.scheduler.memory import PAGE_BYTES, Demand, MemoryPlan, StageBytes
 from hoist.scheduler.places import (
-    PAGE_BYTES,
     Borrowed,
     Places,
     lay_out_borrowed,
@@ -190,6 +189,11 @@ def prepare(
             f"device_memory_bytes: {config.device_memory_bytes}, but {device.describe()} "
             + ("has memory of its own: give its budget" if device.is_separate else "computes in host memory: give None")
         )
+    if config.optim_device == "device" and not device.is_separate:
+        raise ConfigError(
+            f"optim_device: 'device', but {device.describe()} has no memory of its own: its updates run on the CPU; "
+            "give 'cpu'"
+        )
     model.check_dtype(config.dtype)
     straight = config.dtype == "bfloat16"
     first = model.first_trained
@@ -246,6 +250,7 @@ def prepare(
         delayed=config.delay_in_force > 0 or config.speculates,
         horizontal=config.plan == "horizontal",
         separate=device.is_separate,
+        updates_on_device=config.optim_device == "device",
         straight=straight,
         compiler_bytes=KEPT_BYTES if config.compile else 0,
         num_weight_buffers=config.weight_buffers,

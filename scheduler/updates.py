@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from hoist.optim.adamw import AdamWHyperparameters, PieceUpdater, SegmentUpdate, decay_for
 from hoist.optim.norm import SquareSum, clip_scale
 from hoist.scheduler.completion import Join, then
+from hoist.scheduler.device_updates import DeviceUpdates
 from hoist.scheduler.executor import Done
 from hoist.scheduler.memory import GRADIENT_BYTES
 from hoist.scheduler.ops import Op
@@ -26,6 +27,7 @@ from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.scratch import ScratchPlace
 from hoist.scheduler.step_state import StepState
 from hoist.tiers.checksum import ChunkChecksum
+from hoist.tiers.device import Device, Mark
 from hoist.tiers.format import MOMENT_ARRAYS, WEIGHT_ARRAYS, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
@@ -44,6 +46,7 @@ class Updates:
         places: Places,
         manager: Manager,
         buffers: Buffers,
+        device: Device,
         pieces: list[tuple[Piece, ...]],
         optimizer: AdamWHyperparameters,
         no_decay_norms: bool,
@@ -65,7 +68,15 @@ class Updates:
         self._clip_norm = clip_norm
         self._read_check = read_check
         self._layouts: tuple[StageLayout, ...] = store.layouts
-        self._updater = PieceUpdater(optimizer)
+        #: What updates on the CPU, unless the device does.
+        self._updater: PieceUpdater | None = None
+        self._device_updates: DeviceUpdates | None = None
+        if places.update_scratch is None:
+            self._updater = PieceUpdater(optimizer)
+        else:
+            self._device_updates = DeviceUpdates(
+                device, places.update_slots, PieceUpdater(optimizer, scratch=places.update_scratch)
+            )
         self._square_sum = SquareSum()
         #: Adam's step count of every trainable tensor; changed by the optim lane alone.
         self.adam_steps: dict[str, int] = dict(adam_steps)
@@ -293,14 +304,40 @@ class Updates:
             target = slot.gradient_bytes(piece.num_elements)
             join.start(partial(self._engine.read, path, offset + GRADIENT_BYTES * piece.start, target))
 
+    def _is_made(self, op: Op, piece: Piece, state: StepState) -> bool:
+        """The update is made: some of the chunk changes, or what was guessed wrong is written once more."""
+        if op.redo:
+            return not self._is_idle(op, piece, state)
+        return (self._is_guess(op) or not state.skipped) and self._chunk_is_touched(op.stage, piece.chunk, state)
+
+    def _gradient(self, op: Op, piece: Piece) -> Tensor:
+        """Where the gradient of a piece waits for its update, float32."""
+        if op.stashed:
+            return self._places.states[op.slot].gradient(piece.num_elements)
+        return self._places.stages[op.stage].waiting_gradients[piece.start : piece.stop]
+
+    def _scale(self, op: Op, state: StepState) -> float:
+        """What the gradients of an update are multiplied by."""
+        return 1.0 if self._is_guess(op) else state.scale
+
+    def update_on_device(self, op: Op, state: StepState, after: Sequence[Mark]) -> Mark | None:
+        """Have AdamW done there, behind ``after``; None if the piece's states stay as they are. :meth:`update` does the
+        rest."""
+        piece = self.pieces[op.stage][op.piece]
+        segments = self._segments(op, piece, state) if self._is_made(op, piece, state) else []
+        if not segments:
+            return None
+        if self._device_updates is None:
+            raise RuntimeError(f"{op}: updates run on the CPU")
+        return self._device_updates.put(
+            self._arrays(op, piece), self._gradient(op, piece), self._scale(op, state), segments, after
+        )
+
     def update(self, op: Op, state: StepState) -> None:
         piece = self.pieces[op.stage][op.piece]
-        key = op.stage, piece.chunk
-        if op.redo:
-            if not self._is_idle(op, piece, state):
-                self._update_piece(op, piece, state)
-        elif (self._is_guess(op) or not state.skipped) and self._chunk_is_touched(*key, state):
-            state.updated.add(key)
+        if self._is_made(op, piece, state):
+            if not op.redo:
+                state.updated.add((op.stage, piece.chunk))
             self._update_piece(op, piece, state)
         if op.fill:
             arrays = self._arrays(op, piece)
@@ -329,16 +366,14 @@ class Updates:
                 self._manager.expire(Item(ItemKind.WEIGHTS, user))
         found = self._arrays(op, piece)
         weight_hi, weight_lo = (found[array].view(torch.int16) for array in WEIGHT_ARRAYS)
-        exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
-        gradient = places.waiting_gradients[piece.start : piece.stop]
-        if op.stashed:
-            gradient = self._places.states[op.slot].gradient(piece.num_elements)
-        if state.scale != 1.0 and not self._is_guess(op):
-            gradient.mul_(state.scale)
         segments = self._segments(op, piece, state)
         # Without segments a guess is taken back, whose version before is written once more, or only other pieces of the
         # chunk have changed; what is loaded must come to the slot all the same.
-        if segments or op.loaded:
+        if self._updater is not None and (segments or op.loaded):
+            gradient = self._gradient(op, piece)
+            if (scale := self._scale(op, state)) != 1.0:
+                gradient.mul_(scale)
+            exp_avg, exp_avg_sq = (found[array].view(torch.float32) for array in MOMENT_ARRAYS)
             self._updater.update(
                 weight_hi=weight_hi,
                 weight_lo=weight_lo,

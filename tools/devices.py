@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hoist.scheduler.config import OptimDevice
 from hoist.scheduler.errors import ConfigError
 from hoist.tiers.device import Device
 from hoist.tiers.device.choose import choose_device
@@ -73,6 +74,24 @@ def free_bytes(device: torch.device) -> int | None:
     """What is free in the device's memory now; None where torch does not tell."""
     tell = getattr(torch.get_device_module(device), "mem_get_info", None)
     return None if tell is None else int(tell(device)[0])
+
+
+def optim_device(told: str, device: Device) -> OptimDevice:
+    """What updates run on where ``--optim-device`` says ``told``: cpu, device, or the name or kind of what computes.
+
+    Raises ConfigError if that is not what computes, or has no memory of its own.
+    """
+    if told == "cpu":
+        return "cpu"
+    if not device.is_separate:
+        raise ConfigError(
+            f"--optim-device: {told} is not allowed where the CPU computes: there is no other device; give cpu, or "
+            "leave it out"
+        )
+    name = str(device.torch_device)
+    if told not in ("device", name, device.torch_device.type):
+        raise ConfigError(f"--optim-device: {told} is not {name}, which computes; give cpu or device")
+    return "device"
 
 
 def moved(before: object, device: Device) -> str | None:

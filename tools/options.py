@@ -124,6 +124,8 @@ class TrainOptions:
     """What computes: auto (an accelerator, if there is one), cpu, or a device as torch names it, like cuda:1."""
     device_memory: str = "auto"
     """Budget for the memory of an accelerator; auto: 90% of what is free there."""
+    optim_device: str = "cpu"
+    """What AdamW runs on: cpu, or device, also by its name: what computes, if it is an accelerator."""
     host_memory: str = "4GiB"
     """Budget for host memory beyond the baseline of the process."""
     seq_len: int = 1024
@@ -271,6 +273,8 @@ class TrainOptions:
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         if self.device == "":
             raise ConfigError("--device: '' is not allowed; give auto, cpu, or a device like cuda:1")
+        if self.optim_device == "":
+            raise ConfigError("--optim-device: '' is not allowed; give cpu or device")
         self.host_memory_bytes()
         self.device_memory_bytes()
         self.tbw_bytes()
@@ -401,6 +405,7 @@ class TrainOptions:
             return TrainerConfig(
                 host_memory_bytes=self.host_memory_bytes(),
                 device_memory_bytes=device_memory_bytes,
+                optim_device="cpu" if self.optim_device == "cpu" else "device",
                 compile=self.compile,
                 compile_backend=self.compile_backend,
                 dtype=resolve_dtype(self.dtype, torch.device("cpu")),

@@ -132,7 +132,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             remembered = found.run.get("options", made_with)
             name = options.device if "device" in options.given else remembered.get("device", options.device)
             device = cleanup.enter_context(devices.opened(name))
-            options, changed = _with_dtype(options, device).resuming(remembered)
+            options, changed = _resolved(options, device).resuming(remembered)
             check_slots(directory, num_slots, options.trainer_config())
             if "options" not in found.run:
                 report.notice(
@@ -143,7 +143,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         if not resume:
             device = cleanup.enter_context(devices.opened(options.device))
-        options = _with_dtype(options, device)
+        options = _resolved(options, device)
         device_memory_bytes = _device_memory(options, device)
         elsewhere = None if found is None else devices.moved(found.run.get(DEVICE_KEY), device)
         if elsewhere is not None:
@@ -223,9 +223,18 @@ def _device_memory(options: TrainOptions, device: Device) -> int | None:
     return devices.budget_bytes(device, told)
 
 
-def _with_dtype(options: TrainOptions, device: Device) -> TrainOptions:
-    """The same options with what ``auto`` means here: a store remembers that, so that a resume computes alike."""
-    return replace(options, dtype=resolve_dtype(options.dtype, device.torch_device))
+def _resolved(options: TrainOptions, device: Device) -> TrainOptions:
+    """The same options with what ``auto`` and the names of devices mean here: a store remembers that, so that a resume
+    computes alike. That updates ran on an accelerator is for a run on one alone.
+    """
+    optim_device = options.optim_device
+    if not device.is_separate and "optim_device" not in options.given:
+        optim_device = "cpu"
+    return replace(
+        options,
+        dtype=resolve_dtype(options.dtype, device.torch_device),
+        optim_device=devices.optim_device(optim_device, device),
+    )
 
 
 def _check_files(options: TrainOptions, store: Path) -> None:

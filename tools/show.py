@@ -96,6 +96,8 @@ class Display:
         computing = [start.device]
         if start.device_budget_bytes is not None:
             computing.append(f"budget {show_bytes(start.device_budget_bytes)} of its memory")
+        if start.setup.memory.demand.updates_on_device:
+            computing.append("updates run there, too")
         if start.layers_compiled:
             computing.append("decoder layers are compiled when they first run")
         if len(computing) > 1:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hoist.optim import (
     MAX_ADAM_STEP,
@@ -23,11 +26,13 @@ from hoist.optim import (
     PieceUpdater,
     Schedule,
     SegmentUpdate,
+    UpdateScratch,
     decay_for,
     merge,
     split,
 )
 from hoist.optim.adamw import _runs
+from hoist.optim.split import make_nans_canonical
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -574,6 +579,83 @@ def test_senseless_hyperparameters_are_refused(
 ) -> None:
     with pytest.raises(HyperparameterError, match=message):
         AdamWHyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class OnlyInPlace(TorchDispatchMode):
+    """Refuses whatever makes memory or reads a number for the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
+        self.num_kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, result = tree_leaves((args, kwargs)), func(*args, **(kwargs or {}))
+        there = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            assert leaf is None or (isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in there), func
+        self.num_kernels += not func.is_view
+        return result
+
+
+@pytest.mark.parametrize("piece_elements", [4096, None])
+def test_with_scratch_on_a_device_nothing_is_allocated_or_waited_for(piece_elements: int | None) -> None:
+    """And bits are the same: of tensors of different ages, some without a gradient, some that become NaN."""
+    shapes = ((3000,), (5,), (70, 64), (4097,))
+    stages = [Stage(draw(shapes, seed=0)) for _ in range(2)]
+    length = piece_elements or stages[0].num_elements
+    memory = UpdateScratch(
+        weights=torch.full((length,), math.nan),
+        patterns=torch.zeros(length, dtype=torch.int32),
+        steps=torch.full((length // 64,), math.nan),
+    )
+    stages[1].updater = PieceUpdater(hyperparameters(), scratch=memory)
+    for step in range(1, 5):
+        gradients: list[Tensor | None] = list(draw(shapes, seed=step))
+        gradients[step % 3] = None
+        if step == 3:
+            gradients[3] = torch.full(shapes[3], math.nan)
+        stages[0].step(gradients, lr=0.1, weight_decay=0.1, piece_elements=piece_elements)
+        updater, watch = stages[1].updater, OnlyInPlace()
+        stages[1].updater = cast(PieceUpdater, Watched(updater, watch))
+        stages[1].step(gradients, lr=0.1, weight_decay=0.1, piece_elements=piece_elements)
+        stages[1].updater = updater
+        assert watch.num_kernels
+        assert torch.equal(stages[1].bits(), stages[0].bits())
+
+
+class Watched:
+    """A piece updater whose calls are watched."""
+
+    def __init__(self, updater: PieceUpdater, watch: OnlyInPlace) -> None:
+        self._updater, self._watch = updater, watch
+
+    def update(self, **tensors: Any) -> PieceReport:
+        with self._watch:
+            return self._updater.update(**tensors)
+
+
+def test_making_nans_canonical_leaves_every_other_number_as_it_is() -> None:
+    """All signs, exponents and upper halves of mantissas, with a few lower ones: subnormals, zeros, infinities."""
+    upper = torch.arange(2**16, dtype=torch.int64)
+    for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        patterns = ((upper << 16) + lower).to(torch.int32)
+        floats = patterns.clone().view(torch.float32)
+        expected = torch.where(floats.isnan(), 0x7FC00000, patterns)
+        make_nans_canonical(floats)
+        assert torch.equal(floats.view(torch.int32), expected)
+
+
+def test_scratch_of_a_device_bounds_its_tensors() -> None:
+    """Those must be there too, in blocks that keep the cuts legal."""
+    memory = UpdateScratch(weights=torch.empty(100), patterns=torch.empty(100), steps=torch.empty(2))
+    with pytest.raises(ValueError, match="block_elements must be a multiple of 64, got 100"):
+        PieceUpdater(hyperparameters(), scratch=memory)
+    there = torch.empty(128, device="meta")
+    elsewhere = PieceUpdater(hyperparameters(), scratch=UpdateScratch(weights=there, patterns=there, steps=there))
+    halves = {name: torch.zeros(64, dtype=torch.int16) for name in ("weight_hi", "weight_lo")}
+    floats = {name: torch.zeros(64) for name in ("exp_avg", "exp_avg_sq", "gradient")}
+    with pytest.raises(ValueError, match=r"weight_hi must be flat, contiguous and on meta, got .*device cpu"):
+        elsewhere.update(**halves, **floats, segments=[])
 
 
 def test_block_size_must_keep_the_cuts_legal() -> None:

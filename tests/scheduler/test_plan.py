@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hoist.scheduler.activation_slots import MIN_ACTIVATION_SLOTS
 from hoist.scheduler.link import LinkedPlan, link
-from hoist.scheduler.ops import LANES, Kind, Lane, Part
+from hoist.scheduler.ops import LANES, Kind, Lane, Part, Resource
 from hoist.scheduler.plan import evaluation, flush, horizontal, vertical
 from hoist.scheduler.plan_records import Buffers, Plan, StageShape
 from tests.support.simulation import Simulation, WrongContentError
@@ -577,3 +577,61 @@ def test_an_activation_that_scratch_still_holds_is_not_written_again() -> None:
     fetches = Counter((op.stage, op.micro_batch) for op in plan.ops if op.kind is Kind.FETCH_ACTIVATION)
     assert max(spills.values()) <= 2 < max(fetches.values())
     assert set(plan.scratch_activations) == spills.keys()
+
+
+# ---------------------------------------------------------------------- updates on a device
+
+
+@pytest.mark.parametrize("make", PLANS)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_updates_on_a_device_begin_with_all_that_they_need_and_end_before_whoever_uses_them(
+    make: Maker, speculative: bool
+) -> None:
+    """Of a piece: its states and measured gradient, all norms if it is delayed; then the books, and only then the rest.
+
+    All of it is said without what other ops of the device are waited for: what is told the host must have ended.
+    """
+    shapes = (StageShape(chunks=(0, 1, 2)), StageShape(chunks=(0, 0)), StageShape(chunks=(0,), borrowed=((0, 0),)))
+    at_once, delayed = (frozenset[int](),) * 3, (frozenset({2}), frozenset[int](), frozenset[int]())
+    buffers = replace(
+        buffers_for(3, delayed_from=(1, 2, 0), speculative=speculative, rereads_weights=True),
+        separate=True, host_gradients=(0, 1, 0), updates_on_device=True, kept_weights=delayed,
+        kept_moments=at_once if speculative else delayed,
+    )  # fmt: skip
+    linked = link(make(shapes, 2, buffers, cold=False, pending=True))
+    ops = linked.plan.ops
+    waits_for: list[set[int]] = [set() for _ in ops]
+    for earlier, dependents in enumerate(linked.dependents):
+        for later in dependents:
+            waits_for[later].add(earlier)
+    norms = [index for index, op in enumerate(ops) if op.kind is Kind.NORM]
+    found = [index for index, op in enumerate(ops) if op.kind is Kind.DEVICE_UPDATE]
+    assert [ops[index].redo for index in found].count(True) == (3 if speculative else 0)
+    for index in found:
+        op, books = ops[index], ops[index + 1]
+        assert replace(books, kind=op.kind, writes=op.writes, refresh=()) == op
+        assert index in waits_for[index + 1]
+        before = {(ops[each].kind, ops[each].stage, ops[each].piece) for each in waits_for[index]}
+        assert ((Kind.READ_STATES, op.stage, op.piece) in before) == (op.slot >= 0)
+        if not op.delayed:
+            assert (Kind.NORM, op.stage, -1) in before
+        assert (Resource(Part.NORM, 0) in op.reads) == op.delayed, "of the step before: joined to its last norm"
+        assert all(norm > index for norm in norms) or not op.delayed
+        users = [each for each in ops if each.kind in (Kind.REFRESH, Kind.WRITE_STATES, Kind.WRITE_KEPT)]
+        for user in users:
+            is_same = (user.stage if user.owner < 0 else user.owner, user.piece) == (op.stage, op.piece)
+            if is_same and (user.delayed, user.redo) == (op.delayed, op.redo):
+                assert index + 1 in waits_for[ops.index(user)]
+
+
+def test_the_cpu_updates_where_the_device_does_not() -> None:
+    shapes = (StageShape(chunks=(0, 1)),) * 3
+    separate = replace(buffers_for(3), separate=True, host_gradients=(0, 1, 0))
+    kinds = Counter(op.kind for op in vertical(shapes, 1, separate, cold=False).ops)
+    assert kinds[Kind.DEVICE_UPDATE] == 0
+    on_device = replace(separate, updates_on_device=True)
+    assert Counter(op.kind for op in vertical(shapes, 1, on_device, cold=False).ops) == {
+        **kinds, Kind.DEVICE_UPDATE: kinds[Kind.UPDATE]
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="updates on the device need one with memory of its own"):
+        replace(on_device, separate=False)

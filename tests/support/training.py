@@ -26,7 +26,7 @@ from hoist.optim.schedules import Schedule
 from hoist.optim.split import merge
 from hoist.optim.split import split as split_halves
 from hoist.scheduler import memory
-from hoist.scheduler.config import ClipMode, Dtype, Order, TrainerConfig
+from hoist.scheduler.config import ClipMode, Dtype, OptimDevice, Order, TrainerConfig
 from hoist.scheduler.creation import Source, create_store
 from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.metrics import StepMetrics
@@ -56,6 +56,8 @@ BeforeStep = Callable[[PreTrainedModel, int], None]
 PLENTY_BYTES = 2**30
 #: Makes what computes, for a run or while it is sized; `late_runs.py` puts another one here.
 make_device: Callable[[], Device] = HereDevice
+#: What updates run on where that device has memory of its own; likewise.
+optim_device: OptimDevice = "cpu"
 ROWS, TOKENS = 2, 12
 
 
@@ -427,7 +429,8 @@ def set_up(
     with make_device() as device:
         key = (*key, device.is_separate)
         if device.is_separate:
-            config = replace(config, device_memory_bytes=PLENTY_BYTES)
+            config = replace(config, device_memory_bytes=PLENTY_BYTES, optim_device=optim_device)
+            key = (*key, optim_device)
         if key not in _smallest:
             least = memory.smallest(prepare(staged, layouts, config, device=device).memory.demand)
             _smallest[key] = (least.need_bytes, least.device_need_bytes)

@@ -93,6 +93,7 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
         (["train", "--device", ""], r"--device: '' is not allowed; give auto, cpu, or a device like cuda:1"),
         (["train", "--device", "gpu"], r"--device: got 'gpu', must be auto"),
         (["train", "--device", "cpu", "--device-memory", "2GiB"], r"--device-memory: 2.0 GiB is not allowed where "),
+        (["train", "--device", "cpu", "--optim-device", "cuda"], r"--optim-device: cuda is not allowed where the CPU "),
         (["train", "--compile", "--compile-backend", "gcc"], r"compile_backend: 'gcc' is none of torch's backends: "),
         (["train", "--micro-batches", "0"], r"--micro-batches: 0 is not allowed; give at least 1"),
         (["train", "--seq-len", "1"], r"--seq-len: 1 is not allowed; give at least 2"),

@@ -22,7 +22,7 @@ from hoist.tools import devices
 from hoist.tools.forecasting import NO_DEVICE_PREDICTION, by_kind
 from hoist.tools.opening import open_trainer
 from hoist.tools.preflight_view import lines
-from hoist.tools.preparing import DEVICE_KEY
+from hoist.tools.preparing import DEVICE_KEY, _resolved
 from hoist.tools.show import Display
 from hoist.tools.sizes import show_bytes
 from hoist.tools.train import train
@@ -163,6 +163,37 @@ def test_python_refuses_a_budget_where_the_cpu_computes(tmp_path: Path) -> None:
     ):
         pass
     assert not job.store.exists()
+
+
+# --- updates on a device ----------------------------------------------------------------------------------------------
+
+
+def test_what_updates_run_on() -> None:
+    class Far(SeparateDevice):
+        torch_device = torch.device("meta:0")
+
+    with Far() as far:
+        assert devices.optim_device("cpu", far) == "cpu"
+        assert {devices.optim_device(name, far) for name in ("device", "meta", "meta:0")} == {"device"}
+        with pytest.raises(ConfigError, match="--optim-device: meta:1 is not meta:0, which computes; give"):
+            devices.optim_device("meta:1", far)
+    assert devices.optim_device("cpu", HereDevice()) == "cpu"
+    with pytest.raises(ConfigError, match="--optim-device: device is not allowed where the CPU computes: there is no"):
+        devices.optim_device("device", HereDevice())
+
+
+def test_what_updates_ran_on_is_remembered_and_a_change_is_told() -> None:
+    options = replace(Job.at(Path("somewhere")).options(optim_device="device"), given=frozenset())
+    assert options.trainer_config(device_memory_bytes=2**30).optim_device == "device"
+    remembered = options.remembered()
+    resumed, changed = replace(options, optim_device="cpu").resuming(remembered)
+    assert (resumed.optim_device, changed) == ("device", ())
+    assert _resolved(resumed, SeparateDevice()).optim_device == "device"
+    assert _resolved(resumed, HereDevice()).optim_device == "cpu", "where there is none, that is told of the device"
+    _, changed = replace(options, optim_device="cpu", given=frozenset({"optim_device"})).resuming(remembered)
+    assert changed == ("--optim-device cpu (was device)",)
+    with pytest.raises(ConfigError, match="--optim-device: '' is not allowed; give cpu or device"):
+        replace(options, optim_device="")
 
 
 # --- compiled layers --------------------------------------------------------------------------------------------------

@@ -310,6 +310,14 @@ def train(
             help="Budget for an accelerator's memory. Default auto: 90% of what is free there. With cpu there is none.",
         ),
     ] = None,
+    optim_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_MACHINE,
+            help="What AdamW runs on: cpu (default), or device, an accelerator that computes: states go there piece by "
+            "piece and come back.",
+        ),
+    ] = None,
     compile: Annotated[
         bool | None,
         typer.Option(
