@@ -122,7 +122,7 @@ def check(directory: Path, name: str, num_micro_batches: int, plan: Order, delay
     assert (got.ops[Kind.STASH_GRADIENT] > 0) == (room == "scratch" and delay > 0)
     assert got.memory.num_resident == (num_stages if room == "resident" else 0)
     if delay or plan == "horizontal":
-        num_kept = got.memory.waiting_gradients.num_kept
+        num_kept = (got.memory.waiting_gradients if delay else got.memory.gradients).num_kept
         # Beside a separate device, filling a store needs more of host memory than training: the rest is used.
         few = num_kept < num_stages if got.memory.demand.separate else num_kept == 0
         assert few if room == "scratch" else num_kept == num_stages
