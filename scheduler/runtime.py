@@ -240,6 +240,7 @@ class Runtime:
             self._compiled.release()
         for stage in self._stages:
             stage.unbind(forget=True)
+        self._updates.release()
         self._bound.clear()
         self._direct.clear()
         self._steps.clear()

@@ -110,6 +110,10 @@ class Updates:
         #: Where the gradients of delayed pieces wait: path and byte offset of the stage's first element.
         self._stashed_gradients = stashed_gradients
 
+    def release(self) -> None:
+        """Let go of the buffers: no op may follow."""
+        self._device_updates = None
+
     def begin(self, state: StepState) -> None:
         """Count what is to be done with the step's gradients and chunks, before the executor runs its plan."""
         state.touched = [set() for _ in self.pieces]

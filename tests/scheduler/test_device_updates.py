@@ -19,14 +19,17 @@ from torch import Tensor
 from hoist.optim.adamw import AdamWHyperparameters, PieceUpdater, SegmentUpdate, UpdateScratch
 from hoist.optim.split import split
 from hoist.scheduler.config import ClipMode, OptimDevice, Order
+from hoist.scheduler.creation import create_store
 from hoist.scheduler.device_updates import DeviceUpdates
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.memory import UPDATE_BYTES
 from hoist.scheduler.ops import Kind
 from hoist.scheduler.places import StateSlot
 from hoist.scheduler.setup import prepare
+from hoist.scheduler.trainer import Trainer
 from hoist.tiers.device import HereDevice
 from hoist.tiers.format import StateArray
+from hoist.tiers.io.direct import DirectEngine
 from tests.scheduler.test_freezing import freezing
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.faults import quick_directory
@@ -40,8 +43,11 @@ from tests.support.training import (
     Outcome,
     Recipe,
     assert_identical,
+    from_weights,
+    initial_weights,
     layouts_of,
     make_steps,
+    set_up,
     staged_model,
     torch_threads,
     train,
@@ -100,14 +106,38 @@ def test_the_bits_of_updates_on_the_cpu(
     check(tmp_path / "store", "all" if clip_mode is None else "clipped", engine, seed=seed)
 
 
+def test_all_of_the_devices_memory_is_given_back(tmp_path: Path) -> None:
+    """With the trainer still there."""
+    steps, recipe, engine = make_steps(2, 1), Recipe(), Engine(delay=0.5)
+    model = staged_model(tiny_config("llama"), recipe)
+    with on_late_devices(optim_device="device"):
+        config, setup = set_up(model, layouts_of(model, engine), recipe, engine, steps)
+    source = from_weights(initial_weights(tiny_config("llama"), recipe))
+    with (
+        DirectEngine(num_threads=2) as files,
+        create_store(tmp_path / "s", model=model, setup=setup, engine=files, source=source, attributes={}) as store,
+        LateDevice() as device,
+    ):
+        with Trainer(
+            model=model, store=store, engine=files, config=config, setup=setup, device=device, baseline_bytes=0
+        ) as trainer:
+            for step in steps:
+                trainer.step(step)
+            assert device.allocated_bytes == setup.memory.region_bytes
+        assert device.allocated_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("name", "tied", "engine"),
     [
         ("all", True, Engine(delay=0.5)),
-        ("idle", False, Engine(residency=0.3, budget_factor=3.0)),
+        pytest.param("idle", False, Engine(residency=0.3, budget_factor=3.0), marks=pytest.mark.slow),
         ("not finite", False, Engine(clip_mode="speculative", commit_every=1)),
         ("frozen", False, Engine(delay=0.5)),
-        ("bfloat16", False, Engine(clip_mode="speculative", delay=0.25, residency=0.3, budget_factor=2.0)),
+        ("bfloat16", False, Engine(delay=0.25, residency=0.3, budget_factor=2.0)),
+        pytest.param(
+            "bfloat16", False, Engine(clip_mode="speculative", delay=0.25, budget_factor=2.0), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_also_where_not_everything_is_updated(name: str, tied: bool, engine: Engine, tmp_path: Path) -> None:
