@@ -1,4 +1,5 @@
-"""What each I/O op of a run moves, in bytes and requests, as its setup says: the one place where that is written down.
+"""What each I/O op of a run moves, in bytes and requests, as its setup says: the one place where that is written down;
+and what ops bring over the bus to and from a separate device.
 
 Pure arithmetic, and exact: tests compare it with what runs move. Seconds are `pricing.py`'s business, what a run writes
 in all `writes.py`'s.
@@ -30,8 +31,21 @@ class Moved:
         return self.read_bytes + self.written_bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """What ops bring over the bus, in bytes."""
+
+    up: int = 0
+    """To the device."""
+    down: int = 0
+    """From it."""
+
+    def __add__(self, other: Crossing) -> Crossing:
+        return Crossing(up=self.up + other.up, down=self.down + other.down)
+
+
 class OpBytes:
-    """Knows what the I/O ops of one run's plans move."""
+    """Knows what the ops of one run's plans move."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -77,6 +91,45 @@ class OpBytes:
     def num_bytes(self, op: Op) -> int:
         """Bytes that an I/O op moves, as :meth:`of`."""
         return self.of(op).num_bytes
+
+    def crossing(self, op: Op) -> Crossing:
+        """What an op brings over the bus to and from a separate device, if it does what it is for; nothing without one.
+
+        Whether the host's memory is passed by on the way between drive and device makes no difference here.
+        """
+        demand = self._setup.memory.demand
+        if not demand.separate:
+            return Crossing()
+        match op.kind:
+            case Kind.READ_WEIGHTS | Kind.FETCH_ACTIVATION | Kind.FETCH_GRADIENT:
+                return Crossing(up=self.of(op).read_bytes)
+            case Kind.READ_FROZEN | Kind.WIDEN:
+                is_kept = op.stage in self._setup.memory.kept.frozen
+                # What is kept in host memory goes up each time that it is used, and is read once.
+                goes_up = is_kept == (op.kind is Kind.WIDEN)
+                return Crossing(up=self._setup.frozen[op.stage].stored_bytes if goes_up else 0)
+            case Kind.SPILL_ACTIVATION | Kind.SPILL_GRADIENT:
+                return Crossing(down=self.of(op).written_bytes)
+            case Kind.DOWNLOAD:
+                return Crossing(down=demand.stages[op.stage].gradients)
+            case Kind.REFRESH:
+                return Crossing(up=self._uploaded_bytes(op))
+            case Kind.MERGE if op.slot < 0:
+                return Crossing(up=self._uploaded_bytes(op))
+        return Crossing()
+
+    def _uploaded_bytes(self, op: Op) -> int:
+        """Of a piece's weights that are in host memory, what the stage has in its weight buffer."""
+        piece = self.piece(op)
+        arrays = WEIGHT_ARRAYS[:1] if self._setup.memory.demand.straight else WEIGHT_ARRAYS
+        elements = piece.num_elements
+        if op.owner not in (-1, op.stage):
+            elements = 0
+            for lent in self._setup.borrowed[op.stage]:
+                if lent.owner == op.owner and piece.overlaps(lent.placed):
+                    end = lent.placed.offset + lent.placed.spec.num_elements
+                    elements += min(piece.stop, end) - max(piece.start, lent.placed.offset)
+        return elements * sum(array.itemsize for array in arrays)
 
     def piece(self, op: Op) -> Piece:
         """The piece that an op is about: its owner's, where a stage uses a tensor of another one."""

@@ -32,7 +32,7 @@ from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
 from hoist.scheduler.metrics_log import MetricsLog
 from hoist.scheduler.models import evaluating, private_rng
-from hoist.scheduler.op_bytes import OpBytes
+from hoist.scheduler.op_bytes import Crossing, OpBytes
 from hoist.scheduler.ops import DEVICE_KINDS
 from hoist.scheduler.plan import evaluation
 from hoist.scheduler.publish import Publisher
@@ -333,6 +333,11 @@ class Trainer:
     def last_spans(self) -> list[Span]:
         """When each op ran that ended between the last two returns of :meth:`step`: the timeline of a step."""
         return self._last_spans
+
+    def bus_bytes(self) -> tuple[int, int]:
+        """Bytes that the ops of :attr:`last_spans` brought over the bus to a separate device, and from it."""
+        crossed = sum((self._op_bytes.crossing(span.op) for span in self._last_spans), Crossing())
+        return crossed.up, crossed.down
 
     def step_times(self) -> StepTimes:
         """How long the lanes worked for the parts of the last full step: what the choice of a delay rests on.

@@ -1,7 +1,7 @@
 """What the benchmarks for hoist's own developers share: `python -m hoist.tools.bench.NAME`, none of them a command.
 
 They are `checkpoint_import`, `commit`, `overhead`, `prediction` and `trace`, each of which looks at one cost inside
-hoist. Comparisons with others are `hoist bench`.
+hoist. Comparisons with others are `hoist bench`; what must hold on a GPU is tried by `gpu`, with options of its own.
 """
 
 from __future__ import annotations

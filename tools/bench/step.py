@@ -25,9 +25,11 @@ from hoist.scheduler.head_loss import slice_tokens
 from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import StagedModel, split
+from hoist.tiers.device import Device, HereDevice
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.mixed import MixedSpeed, measure_mixed
+from hoist.tools import devices
 from hoist.tools.bench.lanes import LANES
 from hoist.tools.bench.losses import LOSS_BOUND, check_losses
 from hoist.tools.bench.machine import load_note, look
@@ -39,10 +41,17 @@ from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_
 from hoist.tools.bench.turns import Step, Turn, moved_bytes, trainer_config
 from hoist.tools.errors import BenchError
 from hoist.tools.sizes import show_bytes
+from hoist.tools.transfers import measure_transfers
 
 #: Bytes a parameter takes at most while the sides of a shape run: two models with gradients and moments (16 each), and
 #: hoist's resident side with states, gradients and float32 weights (20); their buffers are small beside it.
 MEMORY_BYTES_PER_PARAMETER = 52
+
+#: Bytes of a copy over the bus that is timed.
+COPIED_BYTES = 64 * 2**20
+#: As `LOSS_BOUND`, where an accelerator computes: PyTorch's optimizer runs there and hoist's on the CPU, which round
+#: differently, and so do the kernels of slices. A thousand times the last bit of float32; not yet tried on one.
+ACCELERATOR_LOSS_BOUND = 1e-4
 
 COLUMNS = (
     Column(key="how", title="plan"),
@@ -126,6 +135,8 @@ def run(
     rounds: int = 3,
     steps: int = 2,
     lanes: bool = False,
+    device: Device | None = None,
+    device_memory_bytes: int | None = None,
     command: str = "hoist bench step",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
@@ -135,14 +146,19 @@ def run(
     and see the same ids: every case of it; hoist with all states resident; PyTorch with and without activation
     checkpointing. ``lanes`` adds the lanes of each case's last step, drawn, to its row.
 
-    **The limit** of a case is the larger of two times, each measured in the same rounds:
+    **The limit** of a case is the largest of these times, each measured in the same run:
 
     - ``resident_seconds``, computation on resident weights: the layer-major step with a budget in which nothing moves
       from or to the drive (a single byte is refused). The updates are in it, since on a CPU they take the cores that
       compute; the compute lane's own work, without them, is ``resident_compute_seconds``. It is hoist's own code, so
       what that wastes beside PyTorch shows in ``plain_ratio`` and ``checkpointing_ratio``, not here.
+    - ``bus_seconds``, with a separate ``device``: the bytes that the case brings over the bus to it and from it, both
+      ways at once, each at the speed of copies of locked memory alone.
     - ``io_seconds``: the bytes that the case reads and writes in a step, read and written at once by the same engine
       and nothing beside it (:func:`hoist.tiers.io.mixed.measure_mixed`).
+
+    ``device`` is what computes, PyTorch too, whose optimizer is there as well; None: the CPU. It stays open. Every side
+    of hoist's gets ``device_memory_bytes``; None: an equal part of what is free there.
 
     Ratios are those of the medians of turns of the same round; the median over the rounds is given. What went through
     the page cache is labelled, and has no ratios.
@@ -154,7 +170,13 @@ def run(
     for case in cases:
         shapes.setdefault(case.shape, []).append(case)
     machine = look(directory)
-    setups = _prepare(config, cases)
+    device = HereDevice() if device is None else device
+    if device.is_separate and device_memory_bytes is None:
+        # As many sides of hoist's at once as a shape has cases, and the resident one; and PyTorch's two.
+        most = max(len(mine) for mine in shapes.values())
+        device_memory_bytes = (devices.budget_bytes(device, None) or 0) // (most + 3)
+    setups = _prepare(config, cases, device, device_memory_bytes)
+    bus = _bus_speed(directory, engine, device)
     warm_up()
     steps_of_shape = [(len(mine) + 3) * rounds * (steps + 1) for mine in shapes.values()]
     done, total = 0, sum(steps_of_shape)
@@ -165,12 +187,13 @@ def run(
         done += 1
 
     rows: list[dict[str, Any]] = []
-    exact, differs = True, 0.0
+    exact, differs, allowed = True, 0.0, _bound(device)
     for shape, mine in shapes.items():
         with temporary_folder(directory) as folder, ExitStack() as stack:
             found, is_exact, difference = _measure(
                 folder, config, mine, stack, engine=engine, weights=weights, rounds=rounds, steps=steps,
-                lanes=lanes, setups=setups, feed=partial(_ticking, config, shape, tick),
+                lanes=lanes, setups=setups, device=device, device_memory_bytes=device_memory_bytes, bus=bus,
+                feed=partial(_ticking, config, shape, tick),
             )  # fmt: skip
         rows += found
         exact, differs = exact and is_exact, max(differs, difference)
@@ -179,8 +202,8 @@ def run(
         name="step",
         about=(
             f"a training step of hoist (median of {rounds} interleaved rounds of {steps} steps), beside the larger of "
-            "the step with all states resident and its I/O alone (ratio), and beside PyTorch in memory without (plain) "
-            "and with activation checkpointing (ckpt.)"
+            f"the step with all states resident and its I/O{' or bus' if bus else ''} alone (ratio), and "
+            "beside PyTorch in memory without (plain) and with activation checkpointing (ckpt.)"
         ),
         command=command,
         machine=machine,
@@ -189,14 +212,16 @@ def run(
             "num_parameters": _num_parameters(split(build_model(config, dropout=0.0))),
             "rounds": rounds,
             "steps": steps,
-            "loss_bound_ratio": 0.0 if exact else LOSS_BOUND,
+            "device": device.describe(),
+            "device_memory_bytes": device_memory_bytes,
+            "loss_bound_ratio": 0.0 if exact else allowed,
             "loss_difference_ratio": differs,
         },
         columns=COLUMNS,
         rows=tuple(rows),
         notes=(
             "the losses of all hoist's sides are equal bit for bit, and PyTorch's differ from them "
-            + (f"by {differs:.1g} of the loss at most (allowed: {LOSS_BOUND:g})" if differs else "in no bit, either"),
+            + (f"by {differs:.1g} of the loss at most (allowed: {allowed:g})" if differs else "in no bit, either"),
             "plan: with the delay, if any; MxSxB: micro-batches x seq_len x rows; no commit in a step; dropout is off",
             *load_note(machine),
         ),
@@ -246,23 +271,30 @@ def _measure(
     steps: int,
     lanes: bool,
     setups: Mapping[TrainerConfig, Setup],
+    device: Device,
+    device_memory_bytes: int | None,
+    bus: tuple[float, float] | None,
     feed: Callable[[], Iterator[Step]],
 ) -> tuple[list[dict[str, Any]], bool, float]:
     """The rows of the cases of one shape, whether losses had to be the same bits, and by how much they differ."""
-    base = _base(cases[0])
+    base = _base(cases[0], device_memory_bytes)
     buffered_before = engine.statistics().buffered_bytes
     model = reference_model(config, weights)
     source = weights_of(model)
     options = {_RESIDENT: base} | {case.name: case.options(base) for case in cases}
     hoist = {
         name: stack.enter_context(
-            HoistSide(folder / f"{number}", config, mine, feed(), source=source, engine=engine, setup=setups[mine])
+            HoistSide(
+                folder / f"{number}", config, mine, feed(), source=source, engine=engine, setup=setups[mine],
+                device=device,
+            )
         )
         for number, (name, mine) in enumerate(options.items())
     }
+    there = device.torch_device
     reference = {
-        _PLAIN: MemorySide(copy.deepcopy(model), feed(), checkpointing=False),
-        _CHECKPOINTING: MemorySide(model, feed(), checkpointing=True),
+        _PLAIN: MemorySide(copy.deepcopy(model), feed(), checkpointing=False, device=there),
+        _CHECKPOINTING: MemorySide(model, feed(), checkpointing=True, device=there),
     }
 
     def probe(name: str, turn: Turn) -> MixedSpeed:
@@ -274,24 +306,38 @@ def _measure(
             )
         return measure_mixed(folder, engine, read_bytes=read, written_bytes=written)
 
-    exact = _is_exact(config, cases[0])
+    exact = _is_exact(config, cases[0]) and there.type == "cpu"
     turns, moved, difference = take_turns(
-        hoist, reference, rounds=rounds, steps=steps, bound=0.0 if exact else LOSS_BOUND, probe=probe
+        hoist, reference, rounds=rounds, steps=steps, bound=0.0 if exact else _bound(device), probe=probe
     )
     # What the engine takes for direct is not, where files are in memory: the kernel counts what drives moved.
     direct = engine.statistics().buffered_bytes == buffered_before and all(
         one.direct for speeds in moved.values() for one in speeds
     )
-    rows = [_row(case, turns, moved[case.name], direct=direct, lanes=lanes) for case in cases]
+    rows = [_row(case, turns, moved[case.name], bus, direct=direct, lanes=lanes) for case in cases]
     return rows, exact, difference
 
 
 def _row(
-    case: Case, turns: Mapping[str, Sequence[Turn]], moved: Sequence[MixedSpeed], *, direct: bool, lanes: bool
+    case: Case,
+    turns: Mapping[str, Sequence[Turn]],
+    moved: Sequence[MixedSpeed],
+    bus: tuple[float, float] | None,
+    *,
+    direct: bool,
+    lanes: bool,
 ) -> dict[str, Any]:
     mine, resident = turns[case.name], turns[_RESIDENT]
     seconds = Spread.of([one for turn in mine for one in turn.seconds])
-    limits = [max(theirs, speed.seconds) for theirs, speed in zip(_medians(resident), moved, strict=True)]
+    crossing: dict[str, Any] = {}
+    if bus is not None:
+        crossed = [each for turn in mine for each in turn.crossed_bytes]
+        up, down = (int(statistics.median(way)) for way in zip(*crossed, strict=True))
+        crossing = {"bus_seconds": max(up / bus[0], down / bus[1]), "up_bytes": up, "down_bytes": down}
+    bus_seconds = crossing.get("bus_seconds", 0.0)
+    limits = [
+        max(theirs, speed.seconds, bus_seconds) for theirs, speed in zip(_medians(resident), moved, strict=True)
+    ]
     ratio = ratios(_medians(mine), limits)
     metrics = [one for turn in mine for one in turn.metrics]
     read, written = moved_bytes(metrics)
@@ -314,6 +360,7 @@ def _row(
             one.busy_seconds["compute"] for turn in resident for one in turn.metrics
         ),
         "io_seconds": statistics.median(speed.seconds for speed in moved),
+        **crossing,
         "io_measured_bytes": int(statistics.median(speed.measured_bytes for speed in moved)),
         "roofline_ratio": ratio.median if direct else None,
         "roofline_low_ratio": ratio.low if direct else None,
@@ -344,12 +391,34 @@ def _medians(turns: Sequence[Turn]) -> list[float]:
     return [statistics.median(turn.seconds) for turn in turns]
 
 
-def _base(case: Case) -> TrainerConfig:
+def _bus_speed(directory: Path, engine: IoEngine, device: Device) -> tuple[float, float] | None:
+    """Bytes a second to a separate device and from it; None without one. Raises BenchError if they cannot be had."""
+    if not device.is_separate:
+        return None
+    ways = {
+        one.name: one for one in measure_transfers(directory, engine, device, num_bytes=COPIED_BYTES).transfers
+    }
+    rates = []
+    for name in ("host to device", "device to host"):
+        rate = ways[name].bytes_per_second
+        if rate is None:
+            raise BenchError(f"{name}: {ways[name].error}")
+        rates.append(rate)
+    return rates[0], rates[1]
+
+
+def _bound(device: Device) -> float:
+    """How much losses may differ from PyTorch's, a share of them."""
+    return LOSS_BOUND if device.torch_device.type == "cpu" else ACCELERATOR_LOSS_BOUND
+
+
+def _base(case: Case, device_memory_bytes: int | None) -> TrainerConfig:
     """The resident side's: the machine's memory as its budget, of which it takes what all states need."""
-    return trainer_config(
+    made = trainer_config(
         seq_len=case.seq_len, micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches,
         host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )  # fmt: skip
+    return replace(made, device_memory_bytes=device_memory_bytes)
 
 
 def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
@@ -359,7 +428,9 @@ def _is_exact(config: PreTrainedConfig, case: Case) -> bool:
     return torch.get_num_threads() == 1 and in_one_slice
 
 
-def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerConfig, Setup]:
+def _prepare(
+    config: PreTrainedConfig, cases: Sequence[Case], device: Device, device_memory_bytes: int | None
+) -> dict[TrainerConfig, Setup]:
     """Size all of hoist's sides. Raises ConfigError or BudgetError before minutes are spent on what works."""
     for case in cases:
         check_length(config, case.seq_len)
@@ -369,8 +440,9 @@ def _prepare(config: PreTrainedConfig, cases: Sequence[Case]) -> dict[TrainerCon
         "give fewer --layers, a smaller --hidden or a smaller --model",
     )  # fmt: skip
     layouts = lay_out_stages(staged)
-    wanted = [options for case in cases for options in (_base(case), case.options(_base(case)))]
-    return {options: prepare(staged, layouts, options) for options in dict.fromkeys(wanted)}
+    bases = [_base(case, device_memory_bytes) for case in cases]
+    wanted = [options for case, base in zip(cases, bases, strict=True) for options in (base, case.options(base))]
+    return {options: prepare(staged, layouts, options, device=device) for options in dict.fromkeys(wanted)}
 
 
 def _num_parameters(model: StagedModel) -> int:

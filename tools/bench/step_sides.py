@@ -25,6 +25,7 @@ from hoist.scheduler.models import build_model, set_dropout
 from hoist.scheduler.setup import Setup, lay_out_stages, prepare
 from hoist.scheduler.stages import Stage, split
 from hoist.scheduler.trainer import Trainer
+from hoist.tiers.device import Device
 from hoist.tiers.io.base import IoEngine
 from hoist.tools.bench.sides.in_memory import adamw, checkpoint_activations, one_step
 from hoist.tools.bench.turns import OPTIMIZER, Step, Turn, take_turn
@@ -41,10 +42,17 @@ class Side(Protocol):
 class MemorySide:
     """Plain PyTorch: all states in memory, micro-batch after micro-batch, fused AdamW."""
 
-    def __init__(self, model: PreTrainedModel, feed: Iterator[Step], *, checkpointing: bool) -> None:
-        """``checkpointing``: activations of layers are computed again in the backward, as hoist does."""
+    def __init__(
+        self, model: PreTrainedModel, feed: Iterator[Step], *, checkpointing: bool, device: torch.device | None = None
+    ) -> None:
+        """``checkpointing``: activations of layers are computed again in the backward, as hoist does.
+
+        The model, its gradients and its optimizer are brought to ``device``, and stay there.
+        """
+        torch.nn.Module.to(model, device)
         self._model = model
         self._feed = feed
+        self._device = device
         if checkpointing:
             checkpoint_activations(model)
         self._optimizer = adamw(model, OPTIMIZER)
@@ -55,7 +63,8 @@ class MemorySide:
         for _ in range(num_steps + 1):
             step = [batch["input_ids"] for batch in next(self._feed)]
             began = time.perf_counter()
-            losses.append(one_step(self._model, self._optimizer, step))
+            # The loss that is returned is read after all that was begun on a device.
+            losses.append(one_step(self._model, self._optimizer, [ids.to(self._device) for ids in step]))
             seconds.append(time.perf_counter() - began)
         return Turn(losses=tuple(losses), seconds=tuple(seconds[1:]))
 
@@ -73,19 +82,24 @@ class HoistSide(AbstractContextManager["HoistSide"]):
         source: Source,
         engine: IoEngine,
         setup: Setup | None = None,
+        device: Device | None = None,
     ) -> None:
-        """``setup``: what :func:`prepare` made of the same model and ``options``; made here if None.
+        """``setup``: what :func:`prepare` made of the same model, ``options`` and device; made here if None.
+
+        ``device``: what computes; None: the CPU. It stays open.
 
         Raises BudgetError with nothing made if the budget is too small, StoreRefusedError on a drive too full.
         """
         self._feed = feed
         staged = split(build_model(model_config, dropout=0.0))
-        setup = setup or prepare(staged, lay_out_stages(staged), options)
+        setup = setup or prepare(staged, lay_out_stages(staged), options, device=device)
         self._store = create_store(
             directory, model=staged, setup=setup, engine=engine, source=source, attributes={}
         )
         try:
-            self._trainer = Trainer(model=staged, store=self._store, engine=engine, config=options, setup=setup)
+            self._trainer = Trainer(
+                model=staged, store=self._store, engine=engine, config=options, setup=setup, device=device
+            )
         except BaseException:
             self._store.close()
             raise

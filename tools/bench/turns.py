@@ -40,6 +40,8 @@ class Turn:
     """hoist only: of each of these steps, the share in which neither the compute nor the io lane was busy."""
     lanes: tuple[str, ...] = ()
     """hoist only: the last step's timeline, drawn."""
+    crossed_bytes: tuple[tuple[int, int], ...] = ()
+    """hoist only: of each of these steps, what went over the bus to a separate device, and from it."""
 
 
 def trainer_config(
@@ -73,6 +75,7 @@ def take_turn(
     losses, seconds, shares = [], [], []
     metrics: list[StepMetrics] = []
     lanes: list[str] = []
+    crossed: list[tuple[int, int]] = []
     for number in range(num_steps + 1):
         step = next(feed)
         began = time.perf_counter()
@@ -82,6 +85,7 @@ def take_turn(
         if number:
             seconds.append(stopped - began)
             metrics.append(found)
+            crossed.append(trainer.bus_bytes())
             shares.append(idle_share(trainer.last_spans, began, stopped))
             lanes = draw_timeline(trainer.last_spans, began, stopped)
         else:
@@ -89,7 +93,7 @@ def take_turn(
     trainer.wait()
     return Turn(
         losses=tuple(losses), seconds=tuple(seconds), metrics=tuple(metrics), idle_shares=tuple(shares),
-        lanes=tuple(lanes),
+        lanes=tuple(lanes), crossed_bytes=tuple(crossed),
     )  # fmt: skip
 
 

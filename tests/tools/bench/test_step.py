@@ -28,6 +28,7 @@ from hoist.tools.bench.step_sides import HoistSide, MemorySide, Side, reference_
 from hoist.tools.bench.turns import Step, Turn, trainer_config
 from hoist.tools.errors import BenchError
 from tests.support.commands import hoist
+from tests.support.late_device import LateDevice
 from tests.support.models import reference_model as other_model
 from tests.support.models import tiny_config
 from tests.support.training import torch_threads
@@ -122,6 +123,25 @@ class TestRun:
         show(found, console)
         show_lanes(found.rows, console)
         assert "…" not in console.export_text()
+
+    def test_on_a_device_of_its_own_memory_the_bus_is_a_limit_too(
+        self, tmp_path: Path, config: LlamaConfig, engine: DirectEngine
+    ) -> None:
+        """Weights go up, gradients come down; what computes is the device."""
+        num_parameters = sum(parameter.numel() for parameter in reference_model(config).parameters())
+        with LateDevice(5, late_seconds=0.0) as device:
+            wanted = cases("vertical", budget_bytes=4 * 2**20)
+            found = step.run(
+                tmp_path, config, wanted, engine=engine, rounds=1, steps=1, device=device, device_memory_bytes=2**23
+            )
+            assert device.num_works > 0
+        (row,) = found.rows
+        assert row["down_bytes"] >= 4 * num_parameters
+        assert row["up_bytes"] >= 4 * num_parameters
+        assert row["bus_seconds"] > 0
+        assert found.settings["device"] == "late device, order 5"
+        with LateDevice(0) as device, pytest.raises(ConfigError, match=r"--device-memory: torch does not tell what is"):
+            step.run(tmp_path, config, wanted, engine=engine, rounds=1, steps=1, device=device)
 
     def test_files_in_memory_are_compared_with_nothing_either(self, in_memory: Path, config: LlamaConfig) -> None:
         """An engine takes them for a drive's, where they accept direct I/O."""

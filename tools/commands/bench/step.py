@@ -55,6 +55,13 @@ def bench_step(
     host_memory: Annotated[
         list[str] | None, typer.Option(metavar="SIZE", help="hoist's budget; repeat. Default: 256MiB.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="What computes, PyTorch too, as of hoist train: auto, cpu, cuda, ...")
+    ] = "auto",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="hoist's budget there, each side's. Default: a part of what is free."),
+    ] = None,
     io: Annotated[str, typer.Option(metavar="NAME", help="I/O engine: auto, direct or kvikio.")] = "auto",
     rounds: Rounds = 3,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Counted steps of a side in a round.")] = 2,
@@ -84,12 +91,16 @@ def bench_step(
     source = None if model is None else load_model_source(model)
     config = source.config if source else model_config(hidden=hidden, layers=layers, vocab=vocab)
 
+    told = None if device_memory is None else num_bytes("--device-memory", device_memory)
+
     def measure(telling: Telling) -> Outcome:
         from hoist.tiers.io.choose import choose_engine
+        from hoist.tools import devices
 
-        with choose_engine(io) as engine:
+        with devices.opened(device) as computing, choose_engine(io) as engine:
             return step.run(
-                directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes,
+                directory, config, cases, engine=engine, rounds=rounds, steps=steps, lanes=lanes, device=computing,
+                device_memory_bytes=None if told is None else devices.budget_bytes(computing, told),
                 weights=source.directory if source and source.checkpoint else None, command=command_line(),
                 progress=telling.progress("training"),
             )  # fmt: skip
