@@ -212,13 +212,12 @@ class Executor:
         Returns the spans of everything that ended since the previous call returned. Raises what an op raised, and
         ValueError once closed.
         """
-        with self._lock:
-            self._raise_error()
+        self.check()
         try:
             self._compute(_Run(linked, step, self._device_kinds))
         except BaseException as error:  # an interrupt while it waits leaves the step half done, like any other error
             self._turn.item = None
-            self._abandon(error)
+            self.abandon(error)
             raise
         return self._take_spans()
 
@@ -248,12 +247,17 @@ class Executor:
                 self._wake[Lane.COMPUTE].wait()
             self._raise_error()
 
-    def _abandon(self, error: BaseException) -> None:
-        """Nothing new is started from now on; the first error is the one that later calls raise."""
+    def abandon(self, error: BaseException) -> None:
+        """Nothing new is started from now on; the first error is the one that later calls raise. From any thread."""
         with self._lock:
             if self._error is None:
                 self._error = error
             self._wake_all()
+
+    def check(self) -> None:
+        """Raise what an op raised, if any has, and ValueError once closed."""
+        with self._lock:
+            self._raise_error()
 
     def drain(self) -> list[Span]:
         """Wait until everything that was given has ended; returns the spans since the last call.

@@ -35,7 +35,7 @@ from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
 from hoist.tiers.device import Device
 from hoist.tiers.device import Mark as DeviceMark
-from hoist.tiers.errors import TransferError
+from hoist.tiers.errors import DeviceError, TransferError
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.layout import Piece, PlacedTensor, StageLayout
@@ -201,8 +201,13 @@ class Runtime:
         self._compiled = None if compile_backend is None else CompiledLayers(model, compile_backend)
         #: Per stage, what its forwards run in, so that gradients go where they belong.
         self._direct: list[AbstractContextManager[object]] = []
-        # In the stream of computation: autograd adds gradients up in the stream in which it first met a weight.
-        device.stream("compute").put(self._meet_weights).wait()
+        try:
+            # In the stream of computation: autograd adds gradients up in the stream in which it first met a weight.
+            device.stream("compute").put(self._meet_weights).wait()
+        except BaseException:
+            device.finish()
+            self.release()
+            raise
 
     # ------------------------------------------------------------------ the executor's side
 
@@ -233,6 +238,19 @@ class Runtime:
         self._steps.pop(step, None)
         if self._read_check is not None:
             self._read_check.end(step)
+
+    def read_loss(self, state: StepState) -> float:
+        """The loss of a step whose ops with losses have ended: the one thing that the caller waits for the device for.
+
+        Raises DeviceError if the device has failed since.
+        """
+        found = torch.empty(())
+
+        def read() -> None:
+            found.copy_(torch.stack(state.losses).sum(), non_blocking=True)
+
+        self._device.stream("compute").put(read).wait()
+        return float(found)
 
     def release(self) -> None:
         """Let go of the buffers and of the model: no op may follow."""
@@ -277,14 +295,17 @@ class Runtime:
             work.compute()
 
     def start(self, op: Op, step: int, done: Done) -> None:
-        """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands."""
+        """Begin an I/O op. A failed transfer's error says whose bytes they were, and where the store stands.
+
+        Where the device failed on the way, and not the drive, that is a DeviceError.
+        """
 
         def named(error: BaseException | None) -> None:
             done(self._failure(op, step, error) if isinstance(error, TransferError) else error)
 
         self._start[op.kind](op, self._steps[step - op.delayed], named)
 
-    def _failure(self, op: Op, step: int, error: TransferError) -> TransferError:
+    def _failure(self, op: Op, step: int, error: TransferError) -> TransferError | DeviceError:
         stage = self._layouts[op.stage if op.owner < 0 else op.owner]
         if op.micro_batch >= 0:
             what = f"activation of micro-batch {op.micro_batch}"
@@ -292,6 +313,10 @@ class Runtime:
             what = f"chunk {self.pieces[stage.index][op.piece].chunk}"
         else:
             what = "frozen tensors" if op.kind is Kind.READ_FROZEN else "gradient"
+        if isinstance(error.__cause__, DeviceError):  # the drive did its part; the device says what to do
+            lost = DeviceError(f"step {step - op.delayed}, stage {stage.name!r}, {what}: {error.__cause__}")
+            lost.__cause__ = error
+            return lost
         record = self._store.record
         kept = 0 if record is None else record.step
         failure = TransferError(

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -48,7 +48,7 @@ from hoist.scheduler.traced import Traced
 from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers import heap
 from hoist.tiers.device import Device, HereDevice
-from hoist.tiers.errors import StoreRefusedError
+from hoist.tiers.errors import DeviceError, StoreRefusedError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from hoist.tiers.format import METRICS_NAME
 from hoist.tiers.io.base import IoEngine
@@ -154,14 +154,30 @@ class Trainer:
         self._device = HereDevice() if device is None else device
         self._setup = setup or prepare(model, store.layouts, config, device=self._device)
         self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
+        #: What :meth:`close` ends, in the reverse of the order in which it was begun.
+        self._open = ExitStack()
+        try:
+            self._begin(baseline_bytes, prediction, wear, trace)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _begin(
+        self,
+        baseline_bytes: int | None,
+        prediction: Mapping[str, Any] | None,
+        wear: Callable[[], Mapping[str, Any] | None] | None,
+        trace: Trace | None,
+    ) -> None:
+        """The part of the constructor that makes what must be closed again."""
+        config, store, engine = self.config, self._store, self._engine
+        record = store.record
+        assert record is not None  # refused before
         self._places = self._setup.places(self._device)
+        self._open.callback(self._places.close)
         self._shapes = self._setup.shapes()
         self._op_bytes = OpBytes(self._setup)
-        try:
-            scratch = reserve(store, self._setup, num_micro_batches=config.num_micro_batches)
-        except BaseException:
-            self._places.close()
-            raise
+        scratch = reserve(store, self._setup, num_micro_batches=config.num_micro_batches)
         tiers = dict.fromkeys(ItemKind, Tier.HOST)
         if self._device.is_separate:
             tiers |= dict.fromkeys(_DEVICE_KINDS, Tier.DEVICE)
@@ -172,9 +188,11 @@ class Trainer:
             ring=self._places.bounce,
             part_bytes=self._setup.memory.bounce_slot_bytes,
         )
+        if self._moving is not self._engine:
+            self._open.callback(self._moving.close)
         self._manager = Manager(tiers=tiers, stored_bytes=_stored_bytes(store), validate=config.validate)
         self._runtime = self.runtime_kind(
-            model=model,
+            model=self._model,
             store=store,
             engine=self._moving,
             places=self._places,
@@ -187,11 +205,14 @@ class Trainer:
             no_decay_norms=config.no_decay_norms,
             clip_norm=config.clip_norm,
             seed=config.seed,
-            adam_steps=store.record.adam_steps,
+            adam_steps=record.adam_steps,
             verify_reads=config.verify_reads,
             loss_slice_tokens=config.loss_slice_tokens,
             compile_backend=config.backend_in_force,
         )
+        self._open.callback(self._runtime.release)
+        # What an op that failed had put there before may use the memory that is freed then.
+        self._open.callback(self._device.finish)
         names = OpNames([stage.name for stage in store.layouts], self._runtime.pieces)
         annotated = Annotated(self._runtime, names)
         #: Notes what is executed; None without a trace.
@@ -205,13 +226,12 @@ class Trainer:
             device_kinds=DEVICE_KINDS if self._device.is_separate else frozenset(),
             ended=None if self._traced is None else self._traced.ended,
         )
+        self._open.callback(self._executor.close)
         self._plans = StepPlans(self._setup, config)
         #: Updates of the last step are delayed into the next one.
         self._pending = False
-        self._counters = _Counters.from_json(store.record.run.get(COUNTERS_KEY, {}))
-        self._position = _Position(
-            step=store.record.step, adam_steps=store.record.adam_steps, run=store.record.run
-        )
+        self._counters = _Counters.from_json(record.run.get(COUNTERS_KEY, {}))
+        self._position = _Position(step=record.step, adam_steps=record.adam_steps, run=record.run)
         #: Steps whose state the runtime still keeps.
         self._open_steps: list[int] = []
         self._cold = True
@@ -225,6 +245,7 @@ class Trainer:
         #: Some states change in memory alone, until a commit writes them.
         self._keeps_states = self._setup.memory.kept.is_dirty_between_commits
         self._sampler = PeakSampler(anonymous_bytes() if baseline_bytes is None else baseline_bytes)
+        self._open.callback(self._sampler.close)
         self._read_bytes = engine.statistics().read_bytes
         self._written_bytes = engine.statistics().written_bytes
         #: Bytes that need not be read and written, up to the last step's end.
@@ -257,14 +278,18 @@ class Trainer:
         self._closed = False
         #: Held by the thread that is in the trainer.
         self._entered = threading.Lock()
-        self._publisher = Publisher(
-            store.directory,
-            interval_seconds=config.status_seconds,
-            status=self._collector.status,
-            timeline=lambda: None if self._recorder is None else self._recorder.last,
-            whereabouts=whereabouts,
-            metrics=self._metrics_log,
-        )
+        try:
+            self._publisher = Publisher(
+                store.directory,
+                interval_seconds=config.status_seconds,
+                status=self._collector.status,
+                timeline=lambda: None if self._recorder is None else self._recorder.last,
+                whereabouts=whereabouts,
+                metrics=self._metrics_log,
+            )
+        except BaseException:
+            self._metrics_log.close()  # which the publisher does otherwise, as it writes there
+            raise
         self._publisher.publish_soon()
 
     def _wear(self) -> Mapping[str, Any] | None:
@@ -418,6 +443,7 @@ class Trainer:
                 with evaluating(self._model.model), private_rng():
                     self._execute(plan, step)
                     self._executor.drain()
+                loss = self._runtime.read_loss(state)
             finally:
                 self._runtime.end(step)
             self._cold = False
@@ -429,7 +455,7 @@ class Trainer:
                 self._saved_bytes[0] + saved_now[0] - saved[0], self._saved_bytes[1] + saved_now[1] - saved[1]
             )
             found = EvalMetrics(
-                loss=float(torch.stack(state.losses).sum()),
+                loss=loss,
                 counted=num_items,
                 tokens=sum(map(self._model.batches.num_tokens, micro_batches)),
                 seconds=time.perf_counter() - started,
@@ -447,6 +473,7 @@ class Trainer:
         try:
             if self._closed:
                 raise ConfigError("this trainer is closed; open the store with a new one")
+            self._executor.check()
             kind = self._device.torch_device.type
             with (
                 torch.inference_mode(False),
@@ -458,6 +485,8 @@ class Trainer:
         except ConfigError:
             raise  # nothing was done
         except BaseException as error:
+            if isinstance(error, DeviceError):  # perhaps of what was put there beside the executor
+                self._executor.abandon(error)
             self._fail(error)
             raise
         finally:
@@ -565,15 +594,11 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self._executor.close()
-        self._device.finish()  # what an op that failed had put there before: it may use the memory that is freed now
-        self._sampler.close()
-        if self._moving is not self._engine:
-            self._moving.close()
-        self._runtime.release()
-        self._places.close()
-        self._collector.closed = True
-        self._publisher.close()
+        try:
+            self._open.close()
+        finally:
+            self._collector.closed = True
+            self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -638,7 +663,7 @@ class Trainer:
         predicted = self._predicted_seconds
         metrics = StepMetrics(
             step=state.step,
-            loss=float(torch.stack(state.losses).sum()),
+            loss=self._runtime.read_loss(state),
             grad_norm=state.grad_norm(),
             clip_scale=0.0 if state.skipped else state.scale,
             skipped_steps=self._counters.skipped_steps,

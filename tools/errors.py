@@ -50,7 +50,7 @@ class MetricsError(HoistError, OSError):
 
 
 class RunFailedError(HoistError, RuntimeError):
-    """A drive failed or the loss is no number any more; the store is at its last commit, which the message names."""
+    """A drive or device failed, or the loss is no number any more; the store is at its last commit, see the message."""
 
 
 class ReportRefusedError(RefusalError, OSError):

@@ -29,6 +29,7 @@ from hoist.tiers import allocation, drives
 from hoist.tiers.allocation import DirectoryState
 from hoist.tiers.dealing import MeasuredDirectory, measure, measured_bytes
 from hoist.tiers.device import Device
+from hoist.tiers.device.choose import choose_device
 from hoist.tiers.errors import RefusalError, StoreLockedError, StoreRefusedError
 from hoist.tiers.footprint import warm_up
 from hoist.tiers.format import LOCK_NAME, MODEL_DIRECTORY, SCRATCH_DIRECTORY, CommitRecord
@@ -131,7 +132,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             assert found is not None
             remembered = found.run.get("options", made_with)
             name = options.device if "device" in options.given else remembered.get("device", options.device)
-            device = cleanup.enter_context(devices.opened(name))
+            device = _opened(name, cleanup)
             options, changed = _resolved(options, device).resuming(remembered)
             check_slots(directory, num_slots, options.trainer_config())
             if "options" not in found.run:
@@ -142,7 +143,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             if changed:
                 report.notice(f"changed since the last commit: {', '.join(changed)}")
         if not resume:
-            device = cleanup.enter_context(devices.opened(options.device))
+            device = _opened(options.device, cleanup)
         options = _resolved(options, device)
         device_memory_bytes = _device_memory(options, device)
         elsewhere = None if found is None else devices.moved(found.run.get(DEVICE_KEY), device)
@@ -213,6 +214,16 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
         device=device,
         device_memory_bytes=device_memory_bytes,
     )
+
+
+def _opened(name: str, cleanup: ExitStack) -> Device:
+    """The device of a name, closed by ``cleanup``.
+
+    Not a generator's context: one that is dropped with :meth:`ExitStack.pop_all` ends, and would close the device.
+    """
+    device = choose_device(name)
+    cleanup.callback(device.close)
+    return device
 
 
 def _device_memory(options: TrainOptions, device: Device) -> int | None:

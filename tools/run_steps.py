@@ -27,7 +27,7 @@ from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
 from hoist.scheduler.writes import Writes
 from hoist.tiers import allocation
-from hoist.tiers.errors import BudgetError
+from hoist.tiers.errors import BudgetError, DeviceError, TransferError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.store import Store
 from hoist.tools import data as token_data
@@ -274,7 +274,9 @@ def _explained(run: Prepared, trainer: Trainer) -> Iterator[None]:
         raise MetricsError(
             f"{error}; step {trainer.step_number} is committed: make room or name another file, and go on with {again}"
         ) from error
-    except (RunFailedError, NonFiniteGradientError, OSError) as error:  # TransferError is one
+    except (RunFailedError, NonFiniteGradientError, DeviceError, OSError) as error:  # TransferError is one
+        if isinstance(error, DeviceError | TransferError):
+            trainer.close()  # a commit that was begun may come to its end in this
         raise RunFailedError(
             f"{error}; --store {run.options.main_store} stays at its last commit, step {trainer.committed_step}: "
             f"remove the cause and go on with {again}"

@@ -25,12 +25,14 @@ from hoist.scheduler.setup import Setup, prepare
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.dealing import MeasuredDirectory
+from hoist.tiers.device import Device
 from hoist.tiers.errors import StoreRefusedError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.buffers import open_descriptors
 from tests.support.engines import Fail, RecordedRequest
+from tests.support.late_device import LateDevice
 from tests.support.training import (
     PLENTY_BYTES,
     Engine,
@@ -164,6 +166,21 @@ def guessing_job(*, kept: bool, commit_every: int = 1) -> Job:
     return replace(what, settings=settings, setup=setup)
 
 
+@cache
+def late_job(name: str) -> Job:
+    """A setting of SETTINGS with a device that has memory of its own: on the smallest budgets, if it has such a one."""
+    what = SETTINGS[name]()
+    smallest_host = what.settings.host_memory_bytes < PLENTY_BYTES
+    settings = replace(what.settings, host_memory_bytes=PLENTY_BYTES, device_memory_bytes=PLENTY_BYTES)
+    with LateDevice() as device:
+        least = smallest(prepare(what.staged, what.setup.layouts, settings, device=device).memory.demand)
+        settings = replace(settings, device_memory_bytes=least.device_need_bytes)
+        if smallest_host:
+            settings = replace(settings, host_memory_bytes=least.need_bytes)
+        setup = prepare(what.staged, what.setup.layouts, settings, device=device)
+    return replace(what, settings=settings, setup=setup)
+
+
 #: Small enough that every step of the job is clipped.
 CLIP_NORM = 0.01
 
@@ -217,16 +234,21 @@ def go_on(
     trainer_kind: type[Trainer] = Trainer,
     store_kind: type[Store] = Store,
     validate: bool = False,
+    device: Device | None = None,
 ) -> list[float]:
-    """Open the store, train to the end of step ``upto``, commit. ``losses`` gets each step's as it ends."""
+    """Open the store, train to the end of step ``upto``, commit. ``losses`` gets each step's as it ends.
+
+    ``device``: for a job that was made for one; it stays open.
+    """
     losses = [] if losses is None else losses
     settings = replace(what.settings, validate=validate)
     with (
         store_kind.open(directory, engine=engine) as store,
         trainer_kind(
-            model=what.staged, store=store, engine=engine, config=settings, baseline_bytes=0, setup=what.setup
+            model=what.staged, store=store, engine=engine, config=settings, baseline_bytes=0, setup=what.setup,
+            device=device,
         ) as trainer,
-    ):
+    ):  # fmt: skip
         for step in what.steps[trainer.step_number : upto]:
             losses.append(trainer.step(step).loss)
         trainer.commit()

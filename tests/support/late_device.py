@@ -11,13 +11,16 @@ import itertools
 import random
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 from hoist.tiers.device import Device, Mark, Stream
+from hoist.tiers.device.accelerator import device_error
 from hoist.tiers.device.base import StreamWork
 from hoist.tiers.errors import BudgetError, DeviceError
 from tests.support.buffers import PAGE_BYTES
@@ -31,6 +34,53 @@ WATCHER_PREFIX = "hoist-wait"
 _ORDERS = tuple(itertools.permutations(("compute", "up", "down")))
 #: Longest that an item waits for others that may overtake it (seconds). It decides only how unlucky the order is.
 LATE_SECONDS = 0.002
+
+
+def lost() -> torch.AcceleratorError:
+    """What torch raises when a kernel has failed, and from then on whatever is asked of the device."""
+    return torch.AcceleratorError(
+        "CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported at some other call"
+    )
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    """What torch raises when a kernel's memory cannot be had; the device goes on."""
+    return torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is "
+        "free. Process 7 has 77.9 GiB memory in use."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFault:
+    """What befalls a work."""
+
+    error: Callable[[], BaseException] = lost
+    """What torch raises; the device translates it as a real one does."""
+    when: Literal["put", "wait"] = "wait"
+    """Raised to whoever puts the work, or to whoever waits for its mark. Not carried out in either case."""
+
+
+#: Says what befalls a work that is put into the stream of a name, on the thread that puts it; None leaves it alone.
+WorkRule = Callable[[str], DeviceFault | None]
+
+
+class NthWork:
+    """A rule: the ``number``-th work of a stream fails (from 1)."""
+
+    def __init__(self, stream: str, number: int, fault: DeviceFault) -> None:
+        self._stream = stream
+        self._number = number
+        self._fault = fault
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def __call__(self, stream: str) -> DeviceFault | None:
+        if stream != self._stream:
+            return None
+        with self._lock:
+            self._count += 1
+            return self._fault if self._count == self._number else None
 
 
 class LateMark(Mark):
@@ -77,15 +127,16 @@ class LateStream(Stream):
             assert isinstance(mark, LateMark) and mark._device is self._device, f"{mark} is another device's"
             marks.append(mark)
         behind = LateMark(self._device, self.name)
-        self._device._put(self, (work, tuple(marks), behind))
+        self._device._put(self, (self._device._spoiled(self.name, work), tuple(marks), behind))
         return behind
 
 
 class LateDevice(Device):
     """Separate memory, late streams. Work runs with gradients on and the creator's number of torch threads.
 
-    When a work has raised, its mark raises the same, and no later work is carried out: its marks raise DeviceError, as
-    when a CUDA context is lost. What kernels allocate by themselves is ordinary memory, neither owned nor counted.
+    When a work has raised, its mark raises the same, or what an accelerator makes of it, and no later work is carried
+    out: its marks raise DeviceError, as when a CUDA context is lost. What kernels allocate by themselves is ordinary
+    memory, neither owned nor counted.
     """
 
     torch_device = torch.device("cpu")
@@ -98,13 +149,21 @@ class LateDevice(Device):
         *,
         late_seconds: float = LATE_SECONDS,
         checks_placement: bool = False,
+        rule: WorkRule | None = None,
     ) -> None:
-        """``late_seconds`` bounds how long an item waits to be overtaken; 0 runs what is there, still out of order.
+        """``rule`` says which works fail.
+
+        ``late_seconds`` bounds how long an item waits to be overtaken; 0 runs what is there, still out of order.
 
         ``checks_placement``: work fails where it mixes memories in a way that a real device refuses; slower.
         """
         self.seed_of_order = seed
         self.capacity_bytes = capacity_bytes
+        self._rule = rule
+        #: Works that were put, by stream.
+        self.num_put: Counter[str] = Counter()
+        #: Regions that were pinned so far, those that are no more among them.
+        self.num_pinned = 0
         #: Work that was carried out.
         self.num_works = 0
         #: Waits for marks by threads other than watchers: each holds up whoever puts work into streams.
@@ -167,6 +226,7 @@ class LateDevice(Device):
         assert region.dtype is torch.uint8 and not region.data_ptr() % PAGE_BYTES, "not page-aligned bytes"
         assert not self.owns(region), "device memory needs no pinning"
         self.pinned[region.data_ptr()] = region.numel()
+        self.num_pinned += 1
 
     def unpin(self, region: torch.Tensor) -> None:
         self.pinned.pop(region.data_ptr(), None)
@@ -205,6 +265,7 @@ class LateDevice(Device):
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self._failure = None  # its traceback has frames with tensors
         self.pinned.clear()
 
     def _free(self, address: int) -> None:
@@ -224,6 +285,35 @@ class LateDevice(Device):
                 raise ValueError(f"{self.describe()} is closed")
             stream.waiting.append(item)
             self._changed.notify_all()
+
+    def _spoiled(self, stream: str, work: StreamWork) -> StreamWork:
+        """The work, or what fails in its place. Raises what befalls a work when it is put."""
+        with self._changed:
+            self.num_put[stream] += 1
+            if self._failure is not None and isinstance(self._failure.__cause__, torch.AcceleratorError):
+                raise DeviceError(str(self._failure))  # as whatever is asked of a device that was lost
+        fault = None if self._rule is None else self._rule(stream)
+        if fault is None:
+            return work
+        error = self._translated(fault.error())
+        if fault.when == "put":
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                with self._changed:
+                    self._failure = self._failure or error
+            raise error
+
+        def fail() -> None:
+            raise error
+
+        return fail
+
+    def _translated(self, error: BaseException) -> BaseException:
+        """What an accelerator raises in the place of an error of torch."""
+        translated = device_error(self.describe(), error)
+        if translated is None:
+            return error
+        translated.__cause__ = error
+        return translated
 
     def _ready(self) -> list[LateStream]:
         """Streams whose next work may begin."""
@@ -253,7 +343,7 @@ class LateDevice(Device):
                     with self._within_work():
                         work()
                 except BaseException as raised:
-                    error = self._failure = raised
+                    error = self._failure = self._translated(raised)
                 else:
                     self.num_works += 1
             del work  # what it holds is freed now, not when the next comes

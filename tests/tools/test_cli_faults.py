@@ -30,6 +30,7 @@ from tests.support.commands import Job, curve, hoist, make_job, process_argument
 from tests.support.damage import chunk_files, flip_a_bit, shorten
 from tests.support.engines import Fail, FaultyEngine
 from tests.support.faults import Nth
+from tests.support.late_device import DeviceFault, LateDevice, NthWork, WorkRule, out_of_memory
 from tests.support.processes import mount_small_drive, run_in_process
 from tests.support.reporters import Recorder
 
@@ -50,8 +51,8 @@ class Runs:
     whole: list[tuple[int, float, float, float]]
     num_calls: int = 0
 
-    def failure(self, *, rule: Nth | None = None) -> str:
-        """The one line of `hoist train` that fails, on a drive that fails as ``rule`` says."""
+    def failure(self, *, rule: Nth | None = None, work_rule: WorkRule | None = None) -> str:
+        """The one line of `hoist train` that fails, on a drive that fails as ``rule`` says, or a device."""
         with self.monkeypatch.context() as patch:
             if rule is not None:
 
@@ -60,6 +61,10 @@ class Runs:
 
                 # Which engine a run has is the one thing that is replaced: drives that fail cannot be bought.
                 patch.setattr(preparing, "choose_engine", faulty)
+            if work_rule is not None:
+                # Nor can devices that do: torch finds none here.
+                patch.setattr(preparing, "choose_device", lambda name: LateDevice(rule=work_rule))
+                return hoist(self.capfd, *self._arguments(), "--device-memory", "2MiB").failure()
             return hoist(self.capfd, *self._arguments()).failure()
 
     def goes_on(self) -> None:
@@ -153,6 +158,23 @@ def test_a_transfer_fails(operation: str, where: str, code: int, number: int, ru
     step = runs.committed_step()
     assert f"--store {runs.job.store} stays at its last commit, step {step}: remove the cause and go on with " in line
     assert line.endswith(f"train --store {runs.job.store}")
+    runs.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream", "what"),
+    [
+        (DeviceFault(), "down", "failed: CUDA error: unspecified launch failure; the run goes on from its last commit"),
+        (DeviceFault(error=out_of_memory), "compute", "2.00 GiB; give a smaller --micro-batch-size or --device-memory"),
+    ],
+    ids=["lost", "out of memory"],
+)
+def test_the_device_fails(fault: DeviceFault, stream: str, what: str, runs: Runs) -> None:
+    """The run goes on where the CPU computes."""
+    line = runs.failure(work_rule=NthWork(stream, 8, fault))
+    assert what in line
+    step = runs.committed_step()
+    assert f"--store {runs.job.store} stays at its last commit, step {step}: remove the cause and go on with " in line
     runs.goes_on()
 
 
