@@ -30,7 +30,8 @@ from hoist.scheduler.stages import HeadStage, LayerStage, Stage, StagedModel, sp
 from hoist.tiers.device import HereDevice
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
-from tests.support.training import Engine, Recipe, trainer_config
+from tests.support.models import tiny_config
+from tests.support.training import Engine, Recipe, layouts_of, make_steps, set_up, staged_model, trainer_config
 
 VOCAB = 3001
 ROWS, TOKENS = 2, 96
@@ -259,3 +260,16 @@ def test_a_stage_that_does_not_fit_an_accelerator_is_refused_with_nothing_left(
         assert [each() for each in made] == [None] * len(made)
         assert device.num_given_back == 1
     workspace.measure(staged, batch_of(0))
+
+
+def test_what_tests_size_once_is_what_each_of_their_runs_would_find() -> None:
+    """`training.py` divides what it has sized before, in place of sizing every run again."""
+    recipe, steps = Recipe(), make_steps(1, 2)
+    for engine in (
+        Engine(budget_factor=1.2, delay=0.5),
+        Engine(budget_factor=50.0, delay=0.5, residency=0.5),
+        Engine(budget_factor=2.0, delay=0.5, clip_mode="speculative", commit_every=1),
+    ):
+        staged = staged_model(tiny_config("llama"), recipe)
+        settings, setup = set_up(staged, layouts_of(staged, engine), recipe, engine, steps)
+        assert setup == prepare(staged, layouts_of(staged, engine), settings)

@@ -32,7 +32,7 @@ from hoist.scheduler.memory import MemoryPlan
 from hoist.scheduler.metrics import StepMetrics
 from hoist.scheduler.models import build_model, locations
 from hoist.scheduler.ops import Kind
-from hoist.scheduler.setup import Setup, prepare
+from hoist.scheduler.setup import Setup, divided, prepare
 from hoist.scheduler.stages import Stage, StagedModel, split
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.trainer import Trainer
@@ -410,8 +410,8 @@ def layouts_of(staged: StagedModel, engine: Engine) -> tuple[StageLayout, ...]:
     return tuple(layouts)
 
 
-#: Smallest budgets found so far, since finding one takes longer than a step of these models.
-_smallest: dict[tuple[object, ...], tuple[int, int]] = {}
+#: What was sized so far, in budgets that have room for everything: sizing takes longer than a step of these models.
+_sized: dict[tuple[object, ...], Setup] = {}
 
 
 def set_up(
@@ -423,23 +423,23 @@ def set_up(
     slices = config.loss_slice_tokens
     waits = config.delay_in_force > 0 or config.speculates
     key: tuple[object, ...] = (
-        staged.config.to_json_string(), recipe.attention, tuple(layouts), waits, slices, *sizes, config.extra_inputs,
-        config.pin_trained, recipe.dtype, config.weight_buffers,
+        staged.config.to_json_string(), recipe.attention, recipe.alter, tuple(layouts), waits, slices, *sizes,
+        config.extra_inputs, config.pin_trained, recipe.dtype, config.delay_in_force, torch.get_num_threads(),
+        config.weight_buffers,
     )  # fmt: skip
     with make_device() as device:
         key = (*key, device.is_separate)
         if device.is_separate:
             config = replace(config, device_memory_bytes=PLENTY_BYTES, optim_device=optim_device)
             key = (*key, optim_device)
-        if key not in _smallest:
-            least = memory.smallest(prepare(staged, layouts, config, device=device).memory.demand)
-            _smallest[key] = (least.need_bytes, least.device_need_bytes)
-        host, other = _smallest[key]
-        config = replace(config, host_memory_bytes=int(engine.budget_factor * host))
-        if device.is_separate:
-            factor = engine.budget_factor if engine.device_budget_factor is None else engine.device_budget_factor
-            config = replace(config, device_memory_bytes=int(factor * other))
-        return config, prepare(staged, layouts, config, device=device)
+        if key not in _sized:
+            _sized[key] = prepare(staged, layouts, config, device=device)
+    least = memory.smallest(_sized[key].memory.demand)
+    config = replace(config, host_memory_bytes=int(engine.budget_factor * least.need_bytes))
+    if config.device_memory_bytes is not None:
+        factor = engine.budget_factor if engine.device_budget_factor is None else engine.device_budget_factor
+        config = replace(config, device_memory_bytes=int(factor * least.device_need_bytes))
+    return config, divided(_sized[key], config)
 
 
 def train(
