@@ -17,6 +17,15 @@ import torch
 StreamWork = Callable[[], None]
 
 
+def copying(target: torch.Tensor, source: torch.Tensor) -> StreamWork:
+    """Work for a stream: copy ``source`` to ``target``, of one shape and dtype, within or between memories."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return copy
+
+
 class Mark(ABC):
     """A place in a stream: what was put there before it. Any thread may ask, any number of times."""
 
