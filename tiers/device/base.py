@@ -106,7 +106,10 @@ class Device(ABC):
 
     @abstractmethod
     def give_back_free(self) -> None:
-        """Give the device the memory back that torch keeps for later use; nothing where it keeps none."""
+        """Give the device the memory back that torch keeps for later use; nothing where it keeps none. Raises nothing.
+
+        Until then it is free for this process alone: no other one, and nobody who asks what is free, sees it so.
+        """
 
     @abstractmethod
     def describe(self) -> str:
