@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hoist.scheduler.errors import CompileError
 from hoist.scheduler.stages import StagedModel
+from hoist.scheduler.workspace import first_use
+from hoist.tiers.device import Device, HereDevice
 
 #: What graphs, guards and code of a model's layers take in host memory (bytes), beyond what any compilation makes once,
 #: which :func:`check` leaves in the baseline: up to 46 MiB were measured for one kind of layer with inductor.
@@ -75,19 +78,25 @@ def explained(backend: str | None) -> Iterator[None]:
         raise CompileError(_told(backend, error)) from error
 
 
-def check(backend: str | None, device: torch.device | None = None) -> None:
+def check(backend: str | None, device: Device | None = None) -> None:
     """Compile something small, forward and backward, and run it: what is missing shows before anything is created.
 
-    What a process makes once for its first compilation is then in the baseline of its memory. Torch's generators are
-    left as they were. Does nothing without a ``backend``. Raises CompileError.
+    ``device``: where layers will compute; None: the CPU. What a process makes once for its first compilation is then in
+    the baseline of its memory. Torch's generators are left as they were. Does nothing without a ``backend``. Raises
+    CompileError.
     """
     if backend is None:
         return
-    with explained(backend):
-        source = torch.ones(8, 8, device=device or torch.device("cpu"), requires_grad=True)
-        function = torch.compile(_small, backend=backend)
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            torch.autograd.backward(function(source))
+    device = HereDevice() if device is None else device
+    with explained(backend), first_use(device):
+        # As layers will: in another stream, libraries would keep a workspace that nobody uses again.
+        device.stream("compute").put(partial(_try, backend, device.torch_device)).wait()
+
+
+def _try(backend: str, device: torch.device) -> None:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        source = torch.ones(8, 8, device=device, requires_grad=True)
+        torch.autograd.backward(torch.compile(_small, backend=backend)(source))
 
 
 def _small(source: Tensor) -> Tensor:

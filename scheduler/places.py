@@ -451,7 +451,8 @@ class Places:
         self.arena.close()
 
     def close(self) -> None:
-        """Free the memory; the views must not be used any more."""
+        """Free the memory; the views must not be used any more, and nothing may be left in a separate device's streams.
+        """
         self.stages.clear()
         self.kept.clear()
         self.loans.clear()
@@ -463,6 +464,7 @@ class Places:
         self.activations.clear()
         self.host_activations.clear()
         self._free_arena()
+        self._device.give_back_free()  # what was nearly all of its memory: torch would keep it, for this process alone
 
 
 def loan_bytes(loans: Mapping[str, PlacedTensor]) -> int:

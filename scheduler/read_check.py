@@ -7,15 +7,20 @@ executor's business: nothing of the step is committed after an op has failed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from hoist.tiers import checksum
+from hoist.tiers.device import Device, copying
 from hoist.tiers.errors import CorruptChunkError
 from hoist.tiers.format import FROZEN_NAME, StateArray
 from hoist.tiers.layout import CHUNK_QUANTUM_ELEMENTS, Piece, round_up
 from hoist.tiers.store import Store
+
+#: What was read to a device comes back in blocks of so many bytes.
+_BLOCK_BYTES = 2**20
 
 
 class ReadCheck:
@@ -26,9 +31,13 @@ class ReadCheck:
     at its last piece the checksum to compare with is still that of what was read.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, device: Device) -> None:
+        """``device``: where frozen tensors may be read to."""
         self._store = store
+        self._device = device
         self._lock = threading.Lock()
+        #: Held while a copy is put into the device's stream for this: one thread at a time may.
+        self._putting = threading.Lock()
         #: By step, stage, chunk and array: per piece read so far, its first element, its length and its checksum.
         self._seen: dict[tuple[int, int, int, StateArray], list[tuple[int, int, int]]] = {}
 
@@ -65,12 +74,31 @@ class ReadCheck:
                 raise self._error(step, stage, place, names, expected, found)
 
     def frozen(self, stage: int, data: Tensor) -> None:
-        """The stage's frozen array was read (uint8). Raises CorruptChunkError if it is not what was written."""
-        found, expected = checksum.extend(0, data), self._store.frozen_checksum(stage)
+        """The stage's frozen array was read (uint8), to host memory or to the device's.
+
+        Waits for copies of what is on the device; a block of 1 MiB at a time is in host memory. Raises
+        CorruptChunkError if it is not what was written, DeviceError if it cannot be copied.
+        """
+        found, expected = 0, self._store.frozen_checksum(stage)
+        for block in self._on_host(data):
+            found = checksum.extend(found, block)
         if found != expected:
             names = [placed.spec.name for placed in self._store.layouts[stage].frozen]
             place = f"array {FROZEN_NAME}, file {self._store.frozen_place(stage).path}"
             raise self._error(None, stage, place, names, expected, found)
+
+    def _on_host(self, data: Tensor) -> Iterator[Tensor]:
+        """The bytes in host memory, one after another."""
+        if not self._device.owns(data):
+            yield data
+            return
+        block = torch.empty(min(_BLOCK_BYTES, data.numel()), dtype=torch.uint8)
+        for part in data.split(_BLOCK_BYTES):
+            # In a stream of its own: none of those that steps use waits for this.
+            with self._putting:
+                mark = self._device.stream("check").put(copying(block[: part.numel()], part))
+            mark.wait()
+            yield block[: part.numel()]
 
     def end(self, step: int) -> None:
         """Forget what a step, whose ops have all ended, has left: chunks of which it did not read every piece."""

@@ -119,7 +119,7 @@ class Runtime:
     ) -> None:
         """``compile_backend``: what compiles the layers; None: they are not compiled."""
         #: Checks what is read for updates; None: nothing is checked.
-        self._read_check = ReadCheck(store) if verify_reads else None
+        self._read_check = ReadCheck(store, device) if verify_reads else None
         self._model = model
         self._stages = model.stages
         self._store = store

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -149,10 +149,11 @@ def measure(
     if device is None or not device.counts_allocations:
         return _measure(model, batch, loss_slice_tokens, layers_compiled, None)
     found: list[Workspaces] = []
-    model.move_to(device.torch_device)
+    compute = device.stream("compute")
     try:
+        compute.put(partial(model.move_to, device.torch_device)).wait()
         # In the stream that runs compute in: libraries keep a workspace for each stream.
-        device.stream("compute").put(
+        compute.put(
             partial(_measure_there, model, batch, loss_slice_tokens, layers_compiled, device, found)
         ).wait()
     finally:
@@ -170,23 +171,35 @@ def _measure_there(
     device: Device,
     found: list[Workspaces],
 ) -> None:
-    before = _allocated_bytes(device)
     result: Workspaces | None = None
-    try:
-        inputs = {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
-        result = _measure(model, inputs, loss_slice_tokens, layers_compiled, device)
-        del inputs
-    except torch.OutOfMemoryError as error:
-        logger.debug("%s: %s", device.torch_device, error)
+    with first_use(device):
+        try:
+            inputs = {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
+            result = _measure(model, inputs, loss_slice_tokens, layers_compiled, device)
+            del inputs
+        except torch.OutOfMemoryError as error:
+            logger.debug("%s: %s", device.torch_device, error)
     if result is None:  # not within the handler: that error's frames would keep what they had allocated
         raise BudgetError(
             f"--device-memory: a stage alone, on one micro-batch, does not fit in what is free on "
             f"{device.torch_device}, whatever the budget; give a smaller --micro-batch-size or --seq-len, or end what "
             "else uses the device"
         )
-    kept_bytes = max(_kept_bytes.get(device, 0), _allocated_bytes(device) - before)
-    _kept_bytes[device] = kept_bytes
-    found.append(replace(result, kept_bytes=kept_bytes))
+    found.append(replace(result, kept_bytes=_kept_bytes[device]))
+
+
+@contextmanager
+def first_use(device: Device) -> Iterator[None]:
+    """Around what uses a device's libraries, perhaps for the first time, and keeps nothing there itself.
+
+    What they keep allocated from then on is in what :func:`measure` finds. Nothing on a device that does not count.
+    """
+    if not device.counts_allocations:
+        yield
+        return
+    before = _allocated_bytes(device)
+    yield
+    _kept_bytes[device] = _kept_bytes.get(device, 0) + max(0, _allocated_bytes(device) - before)
 
 
 def allocated_bytes(num_bytes: int) -> int:

@@ -50,6 +50,7 @@ def budget_bytes(device: Device, told: int | None) -> int | None:
                 "which --host-memory bounds; leave it out"
             )
         return None
+    device.give_back_free()  # what earlier runs of this process have left is free, too
     free = free_bytes(device.torch_device)
     if free is not None:
         return within(free, told, name=name)

@@ -170,7 +170,7 @@ def open_trainer(
             staged.keep_frozen_as(stored_dtypes(opened.layouts))
         elif source.checkpoint is not None:
             staged.keep_frozen_as(checkpoint_dtypes(source.checkpoint, staged))
-        compiling.check(config.backend_in_force, computing.torch_device)
+        compiling.check(config.backend_in_force, computing)
         baseline_bytes = warm_up()
         if opened is not None:
             setup = prepare(staged, opened.layouts, config, device=computing)

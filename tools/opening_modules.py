@@ -49,7 +49,7 @@ def open_module_trainer(
     with ExitStack() as cleanup:
         computing = cleanup.enter_context(devices.opened(device))
         config = replace(config, device_memory_bytes=devices.budget_bytes(computing, config.device_memory_bytes))
-        compiling.check(config.backend_in_force, computing.torch_device)
+        compiling.check(config.backend_in_force, computing)
         baseline_bytes = warm_up()
         engine = cleanup.enter_context(choose_engine(io))
         if resume:

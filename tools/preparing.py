@@ -162,7 +162,7 @@ def prepare_run(options: TrainOptions, engine: IoEngine, report: Reporter, stop:
             layouts = lay_out_stages(model, max_chunk_elements=options.max_chunk_elements or MAX_CHUNK_ELEMENTS)
         if options.compile:
             report.progress("trying the compiler", 0, 0)
-            compiling.check(config.backend_in_force, device.torch_device)
+            compiling.check(config.backend_in_force, device)
             stop.check()
         baseline_bytes = warm_up()
         setup = prepare(model, layouts, config, device=device)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from hoist.tiers.device.base import Device, Stream
+from hoist.tiers.device.base import Device, Stream, copying
 from hoist.tiers.errors import BudgetError, HoistError
 from hoist.tiers.io.base import IoEngine
 from hoist.tiers.io.bounce import for_device, needs_ring
@@ -111,17 +110,13 @@ def _measure_copies(device: Device, host: torch.Tensor, path: str) -> tuple[Tran
 
 def _time_copies(stream: Stream, to: torch.Tensor, source: torch.Tensor) -> float:
     """Bytes a second, after a copy that is not timed."""
-    copy = partial(_copy, to, source)
+    copy = copying(to, source)
     stream.put(copy).wait()
     started = time.perf_counter()
     for _ in range(_COPIES):
         mark = stream.put(copy)
     mark.wait()
     return _COPIES * source.numel() / (time.perf_counter() - started)
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source, non_blocking=True)
 
 
 def _pin(device: Device, region: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from hoist.scheduler.config import Dtype, Order
 from tests.support import training
+from tests.support.late_device import LateDevice
 from tests.support.models import tiny_config
 from tests.support.training import Engine, Recipe, assert_identical, make_steps, torch_threads, train, train_reference
 from tests.tiers.device.test_accelerator import OnCpu
@@ -36,6 +37,32 @@ class Separate(OnCpu):
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return any(start <= tensor.data_ptr() < start + length for start, length in self.allocations)
+
+
+class GivingBack(LateDevice):
+    """Notes what was still allocated each time that free memory was given back."""
+
+    def __init__(self) -> None:
+        self.left_bytes: list[int] = []
+        super().__init__(1)
+
+    def give_back_free(self) -> None:
+        self.left_bytes.append(self.allocated_bytes)
+
+
+def test_a_closed_trainer_leaves_no_memory_of_the_device_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps, the next run in the process would not find free, nor any other process."""
+    made: list[GivingBack] = []
+
+    def make() -> GivingBack:
+        made.append(GivingBack())
+        return made[-1]
+
+    monkeypatch.setattr(training, "make_device", make)
+    train(tmp_path / "store", tiny_config("llama"), make_steps(1, 1), Recipe(), Engine())
+    assert [device.left_bytes for device in made if device.left_bytes] == [[0]]
 
 
 @pytest.fixture

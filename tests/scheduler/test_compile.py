@@ -21,6 +21,7 @@ from hoist.scheduler import compiling, workspace
 from hoist.scheduler.errors import CompileError, ConfigError
 from hoist.scheduler.module_stages import stage_modules
 from hoist.scheduler.setup import lay_out_stages, prepare
+from hoist.tiers.device import HereDevice, Stream
 from tests.scheduler.test_dropout import SeededStages
 from tests.support.models import batch_of, tiny_config
 from tests.support.training import (
@@ -128,6 +129,29 @@ def test_an_unknown_backend_is_refused() -> None:
         compiling.check("nonsense")
     with pytest.raises(ConfigError, match="compile_backend: '' is no backend's name"):
         replace(trainer_config(RECIPE, Engine(), make_steps(1, 1), PLENTY_BYTES), compile_backend="")
+
+
+class Keeping(HereDevice):
+    """Its libraries keep ``KEPT`` bytes from the first work in ``compute`` on, and nothing for other streams."""
+
+    KEPT = 5 * 2**20
+    is_separate = True
+    counts_allocations = True
+    was_used = False
+
+    def stream(self, name: str) -> Stream:
+        self.was_used = self.was_used or name == "compute"
+        return super().stream(name)
+
+    def peak_bytes(self) -> int:
+        return self.KEPT * self.was_used
+
+
+def test_what_libraries_keep_from_trying_the_compiler_on_has_a_term() -> None:
+    device = Keeping()
+    compiling.check("aot_eager", device)
+    staged = staged_model(LLAMA, RECIPE)
+    assert workspace.measure(staged, make_steps(1, 1)[0][0], device=device).kept_bytes == Keeping.KEPT
 
 
 def test_what_cannot_be_compiled_is_one_line() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
+from hoist.scheduler.read_check import ReadCheck
 from hoist.scheduler.setup import prepare
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers import format as store_format
@@ -27,6 +30,7 @@ from tests.support.faults import (
     snapshot,
     undisturbed,
 )
+from tests.support.late_device import LateDevice
 from tests.support.training import PLENTY_BYTES, torch_threads
 
 pytestmark = pytest.mark.timeout(240)
@@ -153,6 +157,31 @@ def test_a_flipped_bit_ends_the_run(kind: str, array: StateArray, course: Course
 def test_a_flipped_bit_in_frozen_tensors(course: Course, directory: Path) -> None:
     with torch_threads(1), pytest.raises(CorruptChunkError, match=r"stage 'layer\.0', array buffers, .*up_proj"):
         damaged_between_steps(checked(job("vertical")), directory, None)
+
+
+class FarAway(torch.Tensor):
+    """Device memory, which the host cannot look into."""
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise TypeError("can't convert far:0 device type tensor to numpy")
+
+
+def test_frozen_tensors_that_were_read_to_a_device(directory: Path) -> None:
+    with (
+        DirectEngine(num_threads=1) as engine,
+        Store.open(directory, engine=engine, writable=False) as store,
+        LateDevice(1) as device,
+    ):
+        stage = next(layout for layout in store.layouts if layout.frozen_bytes)
+        read = torch.from_file(
+            str(store.frozen_place(stage.index).path), size=stage.frozen_bytes, dtype=torch.uint8
+        )
+        there = device.allocate(stage.frozen_bytes, "weights").copy_(read).as_subclass(FarAway)
+        check = ReadCheck(store, device)
+        check.frozen(stage.index, there)
+        there[5] ^= 0x20
+        with pytest.raises(CorruptChunkError, match="array buffers"):
+            check.frozen(stage.index, there)
 
 
 def test_without_the_check_the_run_goes_on(course: Course, directory: Path) -> None:

@@ -72,6 +72,18 @@ def test_the_budget_of_a_device() -> None:
         devices.within(10 * 2**30, 10 * 2**30 + 1, name="far:0")
 
 
+def test_what_torch_keeps_for_later_is_free() -> None:
+    class Keeping(SeparateDevice):
+        kept = True
+
+        def give_back_free(self) -> None:
+            self.kept = False
+
+    device = Keeping()
+    devices.budget_bytes(device, 2**30)
+    assert not device.kept
+
+
 def test_a_device_is_closed_by_whoever_made_it() -> None:
     class Closing(HereDevice):
         closed = False

@@ -1,7 +1,7 @@
 """What computes, and its memory; see `base.py`."""
 
 from hoist.tiers.device.accelerator import AcceleratorDevice
-from hoist.tiers.device.base import Device, Mark, Stream
+from hoist.tiers.device.base import Device, Mark, Stream, copying
 from hoist.tiers.device.choose import DeviceFacts, choose_device, list_devices
 from hoist.tiers.device.here import HereDevice
 
@@ -13,5 +13,6 @@ __all__ = [
     "Mark",
     "Stream",
     "choose_device",
+    "copying",
     "list_devices",
 ]

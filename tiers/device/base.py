@@ -17,6 +17,15 @@ import torch
 StreamWork = Callable[[], None]
 
 
+def copying(target: torch.Tensor, source: torch.Tensor) -> StreamWork:
+    """Work for a stream: copy ``source`` to ``target``, of one shape and dtype, within or between memories."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return copy
+
+
 class Mark(ABC):
     """A place in a stream: what was put there before it. Any thread may ask, any number of times."""
 
@@ -97,7 +106,10 @@ class Device(ABC):
 
     @abstractmethod
     def give_back_free(self) -> None:
-        """Give the device the memory back that torch keeps for later use; nothing where it keeps none."""
+        """Give the device the memory back that torch keeps for later use; nothing where it keeps none. Raises nothing.
+
+        Until then it is free for this process alone: no other one, and nobody who asks what is free, sees it so.
+        """
 
     @abstractmethod
     def describe(self) -> str:

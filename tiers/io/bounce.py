@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from hoist.tiers.device.base import Device, Stream
+from hoist.tiers.device.base import Device, Stream, copying
 from hoist.tiers.errors import TransferError
 from hoist.tiers.io.alignment import cut_at_pages
 from hoist.tiers.io.base import IO_ALIGN_BYTES, IoEngine, IoStatistics
@@ -225,11 +225,8 @@ class BounceEngine(IoEngine):
                 self._num_parts[request.operation] += 1
 
     def _copy(self, stream: Stream, to: torch.Tensor, source: torch.Tensor) -> None:
-        def work() -> None:
-            to.copy_(source, non_blocking=True)
-
         with self._putting:
-            mark = stream.put(work)
+            mark = stream.put(copying(to, source))
         mark.wait()
 
     def _call(self, operation: Moving) -> Callable[[Path, int, torch.Tensor], Future[None]]:

@@ -103,6 +103,22 @@ def test_what_is_locked_is_unlocked_once(on_cpu: OnCpu) -> None:
     assert not runtime.locked
 
 
+def test_a_lost_device_is_closed_without_an_error_that_would_hide_the_first(
+    on_cpu: OnCpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    region, runtime = empty_buffer(4096), on_cpu.runtime
+    assert runtime is not None
+    on_cpu.pin(region)
+    on_cpu._module = SimpleNamespace(synchronize=lost, empty_cache=lost)
+    on_cpu.give_back_free()
+    on_cpu.close()
+    assert not runtime.locked
+    assert caplog.text.count("an illegal memory access") == 2
+
+
 def test_a_driver_that_refuses_to_lock_is_quoted(on_cpu: OnCpu) -> None:
     with pytest.raises(BudgetError, match=r"cpu refused to lock 8192 bytes \(out of memory\); give a smaller"):
         on_cpu.pin(empty_buffer(8192))
