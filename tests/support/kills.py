@@ -134,6 +134,8 @@ class TickingRuntime(Runtime):
         match op.kind:
             case Kind.FORWARD | Kind.LOSS | Kind.BACKWARD:
                 self.deadline.tick(op.kind.name.lower())
+            case Kind.DOWNLOAD | Kind.REFRESH:  # of a separate device
+                self.deadline.tick(op.kind.name.lower())
             case Kind.UPDATE:
                 self.deadline.tick("delayed update" if op.delayed else "update in the backward")
         return super().run(op, step, after)
