@@ -50,16 +50,17 @@ def exact_arithmetic() -> Iterator[None]:
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     is_exact = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module that is made of properties
+    fills = settings.fill_uninitialized_memory
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(is_exact, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
         torch.backends.cudnn.allow_tf32 = tf32
         torch.set_float32_matmul_precision(precision)
 

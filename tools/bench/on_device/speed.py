@@ -248,7 +248,7 @@ def _steps(
     )
     before = request.found.get("losses")
     if before is not None:  # of the same steps of the same store, with other budgets or ways
-        pairs = zip(numbers["losses"], before, strict=True)
+        pairs = zip([one.loss for one in metrics], before, strict=True)
         apart = max(abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs)
         yield Row(
             what="  losses beside those before",
