@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -31,7 +32,16 @@ from hoist.tiers.device import HereDevice
 from hoist.tiers.errors import BudgetError
 from hoist.tiers.footprint import PeakSampler, anonymous_bytes
 from tests.support.models import tiny_config
-from tests.support.training import Engine, Recipe, layouts_of, make_steps, set_up, staged_model, trainer_config
+from tests.support.training import (
+    Engine,
+    Recipe,
+    layouts_of,
+    make_steps,
+    set_up,
+    staged_model,
+    trainer_config,
+    trainer_on,
+)
 
 VOCAB = 3001
 ROWS, TOKENS = 2, 96
@@ -181,6 +191,17 @@ def test_measuring_takes_no_memory_for_weights() -> None:
         assert sampler.peak_bytes < 4 * 4096 * 11008 // 2
     finally:
         sampler.close()
+
+
+def test_a_steps_inputs_are_let_go_with_it(tmp_path: Path) -> None:
+    """Its state stays until its updates are done, a step or two later; the budget has no room for so many inputs."""
+    steps = make_steps(3, 2)
+    with trainer_on(tmp_path / "store", tiny_config("llama"), steps, Engine(delay=1.0)) as trainer:
+        for step in steps:
+            trainer.step(step)
+        states = list(trainer._runtime._steps.values())
+        assert len(states) > 1
+        assert [(state.batches, state.inputs) for state in states] == [((), ())] * len(states)
 
 
 class Counting(HereDevice):

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from hoist.tools.bench import gpu
@@ -33,7 +34,7 @@ def test_every_part_runs_on_a_device_of_its_own_memory(request_here: Request) ->
     assert [row for row in found.rows if row["ok"] is False] == []
     assert {row["part"] for row in found.rows} == {task.name for task in gpu.TASKS}
     parity = [row for row in found.rows if row["part"] == "parity"]
-    assert [row["same_bits"] and row["same_as_first"] for row in parity] == [True] * 8
+    assert [row["same_bits"] and row["same_as_first"] for row in parity] == [True] * 4
     device = [row for row in found.rows if "device_budget_bytes" in row]
     assert [0 < row["device_peak_bytes"] <= row["device_budget_bytes"] for row in device] == [True, True]
     (resumed,) = [row for row in found.rows if row["part"] == "resume"]
@@ -47,6 +48,8 @@ def test_every_part_runs_on_a_device_of_its_own_memory(request_here: Request) ->
         assert row["mfu_8n_share"] > row["mfu_6n_share"] > 0
     assert [row["part"] for row in steps if row["part"] in ("drive", "DRAM", "delay")] == ["drive", "DRAM", "delay"]
     assert rows["waits for the device in a step"]["found"].startswith("not looked at")
+    assert [row["found"] for row in found.rows if row["what"].startswith("  losses")] == ["the same bits"] * 2
+    assert not torch.are_deterministic_algorithms_enabled()
     console = Console(width=100, record=True)
     show(found, console)
     assert "everything holds that must" in console.export_text()

@@ -85,6 +85,11 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--plan", "diagonal"], "--plan: 'diagonal' is not one of vertical, horizontal"),
         (["--hidden", "65"], "--hidden: 65 is not a multiple of 64, the width of a head"),
         (["--seq-len", "4097"], "--seq-len: 4097 is longer than the 4096 positions that the model has"),
+        (
+            ["--device", "cpu", "--device-memory", "1GiB"],
+            "--device-memory: 1.0 GiB is not allowed where the CPU computes: its memory is the host's, which "
+            "--host-memory bounds; leave it out",
+        ),
         (["--host-memory", "lots"], "--host-memory: 'lots' is not a size; write for instance 4GiB, 512MiB or 1.5GB"),
         (["--directory", "nowhere"], "nowhere: is not a directory; make it first, on the drive that is to be measured"),
     ],

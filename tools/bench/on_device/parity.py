@@ -7,8 +7,8 @@ there. Both begin with the weights that the store was made with, and see the sam
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hoist.optim.split import split as split_halves
-from hoist.scheduler.config import Dtype, Order
+from hoist.scheduler.config import Dtype
 from hoist.tools.bench.on_device.request import ADAMW, MakeDevice, Request, Row, Shape, shown_share
 from hoist.tools.opening import open_trainer
 from hoist.tools.read_tensor import What, read_tensor
 
 #: Losses that differ by more than this share of themselves are those of another computation.
 LOSS_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-5, "bfloat16": 1e-2}
+#: Variables with which cuBLAS gives the same bits each time.
+EXACT: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _STEPS = 3
 _WHATS: tuple[What, ...] = ("weight", "exp_avg", "exp_avg_sq")
 _HOST_BYTES = 2**30
@@ -38,27 +40,49 @@ class _Trained:
     """By array and name, float32."""
 
 
-def exact_arithmetic() -> None:
-    """Have float32 products be products of float32: no TF32."""
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Have kernels give the same bits each time, and float32 products be products of float32 (no TF32).
+
+    FlashAttention's backward adds up in any order unless it is told; cuBLAS must have been told by the environment,
+    see :data:`EXACT`. What has no other kernel than one that varies only warns.
+    """
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic  # a module that is made of properties
+    fills = settings.fill_uninitialized_memory
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    settings.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_exact, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.set_float32_matmul_precision(precision)
 
 
 def parity(request: Request, make_device: MakeDevice) -> Iterator[Row]:
-    """Both dtypes, both plans, with and without a delay, against the plain loop of that dtype and against each other.
+    """Both dtypes, plans and delays as the scale says, against the plain loop of that dtype and against each other.
 
     A part (see `request.py`).
     """
-    exact_arithmetic()
+    with exact_arithmetic():
+        yield from _parity(request, make_device)
+
+
+def _parity(request: Request, make_device: MakeDevice) -> Iterator[Row]:
     model = request.scale.tiny.save(request.directory / "parity-model")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
-    plans: tuple[Order, ...] = ("vertical", "horizontal")
     initial: Mapping[str, Tensor] | None = None
     for dtype in dtypes:
         shape = replace(request.scale.tiny, dtype=dtype)
         first: _Trained | None = None
         plain: _Trained | None = None
-        for plan, delay in product(plans, (0.0, 0.5)):
+        for plan, delay in request.scale.ways:
             store = request.directory / f"parity-{dtype}-{plan}-{delay}"
             with make_device() as device:
                 config = shape.trainer_config(

@@ -6,6 +6,7 @@ Whether it computes the right numbers is `parity.py`'s part.
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from hoist.scheduler.models import build_model
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
 from hoist.tiers.device import Device
+from hoist.tools.bench.on_device.parity import exact_arithmetic
 from hoist.tools.bench.on_device.request import GIB, MakeDevice, Request, Row, shown_share
 from hoist.tools.errors import BenchError
 from hoist.tools.opening import open_trainer
@@ -62,6 +64,7 @@ def peaks(request: Request, make_device: MakeDevice) -> Iterator[Row]:
                 trainer.commit()
                 host = trainer.statistics().host_peak_bytes
             reserved = _reserved_bytes(device)
+        shutil.rmtree(store)  # the drive may have no room for all parts' at once
         promised = memory.promised_bytes(config.host_memory_bytes)
         yield Row(
             what=f"host memory beyond the start, {factor:g} times the least",
@@ -114,7 +117,7 @@ def resuming(request: Request, make_device: MakeDevice) -> Iterator[Row]:
         process.kill()  # it is within its next step
         process.join()
         ours.close()
-    with make_device() as device:
+    with exact_arithmetic(), make_device() as device:
         config = _config(request, device)
         model = request.directory / "resumed-model"
         store = request.directory / "resumed"
@@ -124,6 +127,8 @@ def resuming(request: Request, make_device: MakeDevice) -> Iterator[Row]:
         store = request.directory / "never-killed"
         with open_trainer(store, config=config, model=model, io=request.io, device=device) as trainer:
             whole = [trainer.step(shape.step(step)).loss for step in range(_ALL_STEPS)]
+    for name in ("resumed", "never-killed"):
+        shutil.rmtree(request.directory / name)
     pairs = [*zip(seen, whole, strict=False), *zip(losses, whole[begun_at:], strict=True)]
     difference = max(abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs)
     yield Row(
@@ -142,7 +147,7 @@ def _config(request: Request, device: Device) -> Any:
 
 def _train_on(request: Request, make_device: MakeDevice, told: Connection) -> None:
     """What is killed: trains until then, and says every loss."""
-    with make_device() as device:
+    with exact_arithmetic(), make_device() as device:
         model, store = request.directory / "resumed-model", request.directory / "resumed"
         config = _config(request, device)
         with open_trainer(store, config=config, model=model, io=request.io, device=device) as trainer:

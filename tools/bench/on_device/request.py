@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from hoist.optim import AdamWHyperparameters, Schedule
-from hoist.scheduler.config import Dtype, TrainerConfig
+from hoist.scheduler.config import Dtype, Order, TrainerConfig
 from hoist.tiers.device import Device
 from hoist.tools.bench.turns import NEVER
 
@@ -103,6 +103,8 @@ class Scale:
 
     tiny: Shape
     """Compared bit by bit with a plain loop."""
+    ways: tuple[tuple[Order, float], ...]
+    """In which plans and delays."""
     middle: Shape
     """Whose budgets are tried, and what is killed."""
     whole: Shape
@@ -129,6 +131,7 @@ LARGE = Scale(
     tiny=Shape(
         hidden=256, layers=3, intermediate=704, vocab=1000, seq_len=64, rows=2, num_micro_batches=3, head_width=32
     ),
+    ways=(("vertical", 0.0), ("vertical", 0.5), ("horizontal", 0.0), ("horizontal", 0.5)),
     middle=Shape(
         hidden=1024, layers=8, intermediate=2816, vocab=16000, seq_len=1024, rows=4, num_micro_batches=4,
         dtype="bfloat16",
@@ -141,6 +144,7 @@ LARGE = Scale(
 )  # fmt: skip
 SMALL = Scale(
     tiny=_TINY,
+    ways=(("vertical", 0.5), ("horizontal", 0.0)),
     middle=_TINY,
     whole=_TINY,
     host_memory_bytes=(4 * 2**20, 256 * 2**20),

@@ -21,11 +21,12 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.tiers.device import Device
 from hoist.tiers.io.choose import choose_engine, why_no_kvikio
 from hoist.tiers.io.mixed import measure_mixed
-from hoist.tools.bench.on_device.request import WHOLE, MakeDevice, Request, Row, Shape
+from hoist.tools.bench.on_device.parity import LOSS_BOUNDS
+from hoist.tools.bench.on_device.request import WHOLE, MakeDevice, Request, Row, Shape, shown_share
 from hoist.tools.bench.sides.in_memory import checkpoint_activations
 from hoist.tools.bench.turns import moved_bytes
 from hoist.tools.opening import open_trainer
-from hoist.tools.sizes import show_bytes
+from hoist.tools.sizes import show_bytes, show_decimal
 from hoist.tools.transfers import measure_transfers
 
 #: Dense products of bfloat16 with sums in float32, operations a second, as makers say (NVIDIA's data sheets of H200,
@@ -245,10 +246,19 @@ def _steps(
         + ("" if peak is None else f", MFU {6 * rate / peak:.1%} by 6N, {8 * rate / peak:.1%} by 8N"),
         numbers=numbers,
     )
+    before = request.found.get("losses")
+    if before is not None:  # of the same steps of the same store, with other budgets or ways
+        pairs = zip([one.loss for one in metrics], before, strict=True)
+        apart = max(abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs)
+        yield Row(
+            what="  losses beside those before",
+            found="the same bits" if apart == 0.0 else f"differ by {shown_share(apart)}",
+            ok=apart <= LOSS_BOUNDS[shape.dtype],
+        )
     yield Row(
         what="  bytes of a step",
-        found=f"drive: {read / 1e9:.1f} GB read, {written / 1e9:.1f} written; "
-        f"bus: {up / 1e9:.1f} GB up, {down / 1e9:.1f} down",
+        found=f"drive: {show_decimal(read)} read, {show_decimal(written)} written; "
+        f"bus: {show_decimal(up)} up, {show_decimal(down)} down",
     )
     yield Row(
         what="  limits",
