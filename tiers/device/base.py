@@ -99,7 +99,7 @@ class Device(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until nothing is left in any stream, well or not. Raises nothing: whoever needs the work has its mark."""
+        """Wait until nothing is left in any stream, well or not. Raises nothing: who needs the work has its mark."""
 
     @abstractmethod
     def close(self) -> None:
