@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import typer.main
 
 from hoist.tools.cli import app
 from tests.check_types import ROOT
+from tests.support.warm import warm_python
 from tests.test_packaging import copy_checkout
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -113,9 +115,16 @@ class TestTestCommand:
         assert lines[-3] == "set -euo pipefail"
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A python for all pages, which starts at once: most of their time would go into imports."""
+    with warm_python(tmp_path_factory.mktemp("warm"), _environment(ROOT)) as program:
+        yield program
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_run(page: Path, tmp_path: Path) -> None:
+def test_commands_run(page: Path, tmp_path: Path, python: Path) -> None:
     blocks = [block for block in _blocks(page) if block.language in ("sh", "python")]
     for block in blocks:
         for arguments in _hoist_commands(block.body):
@@ -132,11 +141,11 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         if not scripts.exists():
             scripts.mkdir(parents=True)
             for name in ("python", "hoist"):
-                start = f'exec "{sys.executable}"' + (" -m hoist.tools.cli" if name == "hoist" else "")
+                start = f'exec "{python}"' + (" -m hoist.tools.cli" if name == "hoist" else "")
                 (scripts / name).write_text(f'#!/bin/sh\n{start} "$@"\n')
                 (scripts / name).chmod(0o755)
         if block.language == "python":
-            command = [sys.executable, "-W", "error", "-c", script]
+            command = [str(python), "-W", "error", "-c", script]
         else:
             if block.note.startswith("append to "):
                 tool, _, options = block.note.removeprefix("append to ").partition(": ")
