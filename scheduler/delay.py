@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hoist.scheduler.executor import Span, busy_seconds
 from hoist.scheduler.ops import Kind, Lane, Op
+from hoist.scheduler.spans import Span, busy_seconds
 
 #: Shares that are weighed against each other.
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

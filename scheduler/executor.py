@@ -17,6 +17,7 @@ from typing import Protocol
 from hoist.scheduler.issued import Issued, Passing, Streams, latest
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Lane, Op
+from hoist.scheduler.spans import Span
 
 #: Calls back when an I/O op has ended, with the error if it failed.
 Done = Callable[[BaseException | None], None]
@@ -53,20 +54,6 @@ class Handler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """When one op ran. Times are ``time.perf_counter()`` seconds; an I/O op's span is from request to completion.
-
-    Of an op in a stream it begins when all that it came after had ended, and stops when its mark was reached.
-    """
-
-    op: Op
-    start: float
-    stop: float
-    step: int = 0
-    """Step in whose plan the op was; one that is ``delayed`` works for the step before."""
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """One op and the step in whose plan it is."""
 
@@ -94,16 +81,6 @@ class Activity:
     """What ended it."""
     failed_op: Op | None
     """The op that raised it; None if no op did."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneTime:
-    """How one lane spent a step, in seconds."""
-
-    busy_seconds: float
-    """Time with at least one of its ops running."""
-    stall_seconds: float
-    """Time it had ops left but had to wait for others."""
 
 
 class _Run:
@@ -636,33 +613,3 @@ def _work(item: _Item | None) -> Work | None:
 def _is_ordered(op: Op) -> bool:
     """The optim lane takes the op strictly in plan order: checksums are extended piece after piece."""
     return op.lane is Lane.OPTIM and op.kind is not Kind.NORM
-
-
-def lane_times(spans: list[Span], start: float, stop: float) -> dict[Lane, LaneTime]:
-    """Busy and stalled seconds of every lane between two times. A lane that is idle before its last op is stalled."""
-    times: dict[Lane, LaneTime] = {}
-    for lane in (Lane.IO, Lane.COPY, Lane.COMPUTE, Lane.OPTIM, Lane.COMMIT):
-        parts = [
-            (max(span.start, start), min(span.stop, stop))
-            for span in spans
-            if span.op.lane is lane and max(span.start, start) < min(span.stop, stop)
-        ]
-        busy = union_seconds(parts)
-        last_stop = max((last for _, last in parts), default=start)
-        times[lane] = LaneTime(busy_seconds=busy, stall_seconds=max(0.0, last_stop - start - busy))
-    return times
-
-
-def busy_seconds(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans ran."""
-    return union_seconds([(span.start, span.stop) for span in spans])
-
-
-def union_seconds(parts: Sequence[tuple[float, float]]) -> float:
-    """How long the union of some (start, stop) lasts."""
-    total = 0.0
-    reached = float("-inf")
-    for start, stop in sorted(parts):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Stands in an integer tensor that is absent: as an index it is out of range, so misuse raises.
 _ABSENT_INTEGER = -(2**31)
+#: Kinds of accelerators with a generator for each device, which torch takes and gives the state of by the device.
+_KINDS_WITH_GENERATORS = frozenset({"cuda", "xpu"})
 
 
 def build_model(
@@ -152,8 +154,11 @@ def stage_seed(seed: int, stage: str) -> int:
 @contextmanager
 def private_rng(seed: int | None = None) -> Iterator[None]:
     """Run with torch's random generators set apart, seeded if ``seed`` is given; the caller's stay as they were."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=devices):
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    has_generators = kind in _KINDS_WITH_GENERATORS and torch.accelerator.is_available()
+    devices = range(torch.accelerator.device_count() if has_generators else 0)
+    with torch.random.fork_rng(devices=devices, device_type=kind):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from hoist.scheduler.executor import Span
 from hoist.scheduler.ops import Kind, Lane
+from hoist.scheduler.spans import Span
 from hoist.scheduler.status import STATE_KINDS
 from hoist.scheduler.whereabouts import Whereabouts
 from hoist.tiers.format import TIMELINE_NAME

@@ -26,7 +26,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.delay import StepTimes, measure
 from hoist.scheduler.endurance import judge
 from hoist.scheduler.errors import ConfigError, MisuseError, NonFiniteGradientError
-from hoist.scheduler.executor import Executor, Span, lane_times
+from hoist.scheduler.executor import Executor
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
@@ -39,6 +39,7 @@ from hoist.scheduler.publish import Publisher
 from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.scratch import reserve
 from hoist.scheduler.setup import Setup, check_model, check_slots, prepare
+from hoist.scheduler.spans import Span, lane_times
 from hoist.scheduler.stages import StagedModel
 from hoist.scheduler.step_plans import StepPlans
 from hoist.scheduler.step_state import StepState

@@ -15,10 +15,16 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 def resolve_dtype(option: str, device: torch.device) -> Dtype:
-    """What ``--dtype`` means on ``device``. Raises ValueError on what is no value of the option."""
+    """What ``--dtype`` means on ``device``. Raises ValueError on what is no value of the option.
+
+    ``auto`` is bfloat16 only where a device has instructions for it: torch emulates it on older ones, slowly.
+    """
     for dtype in DTYPES:
         if option == dtype:
             return dtype
     if option != "auto":
         raise ValueError(f"dtype: {option!r} is not one of auto, {', '.join(DTYPES)}")
-    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if device.type != "cuda":
+        return "float32"
+    with torch.cuda.device(device):  # torch tells of the current one
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"

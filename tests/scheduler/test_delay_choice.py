@@ -9,8 +9,8 @@ import pytest
 
 from hoist.scheduler.delay import SHARES, StepTimes, choose, measure
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.executor import Span, busy_seconds
 from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.spans import Span, busy_seconds
 from tests.support.models import tiny_config
 from tests.support.training import Engine, make_steps, torch_threads, trainer_on
 

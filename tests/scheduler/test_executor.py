@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from hoist.scheduler.executor import Done, Executor, LaneTime, Mark, Span, lane_times
+from hoist.scheduler.executor import Done, Executor, Mark
 from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.ops import Kind, Lane, Op, Part, Resource
 from hoist.scheduler.plan import horizontal, vertical
 from hoist.scheduler.plan_records import Buffers, Plan, StageShape
+from hoist.scheduler.spans import LaneTime, Span, lane_times
 from tests.support.simulation import Simulation
 
 #: Longest that a forced order may take to come about (seconds); only a deadlock lasts so long.

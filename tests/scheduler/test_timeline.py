@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from hoist.scheduler import timeline as timelines
-from hoist.scheduler.executor import Span
 from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.spans import Span
 from hoist.scheduler.status import STATE_KINDS
 from hoist.scheduler.timeline import Recorder, StepTimeline, encode
 from hoist.scheduler.whereabouts import Whereabouts

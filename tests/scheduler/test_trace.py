@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from hoist.scheduler.annotate import OpNames
 from hoist.scheduler.errors import ConfigError
-from hoist.scheduler.executor import Executor, Span
+from hoist.scheduler.executor import Executor
 from hoist.scheduler.link import LinkedPlan, join
 from hoist.scheduler.ops import Kind, Lane
+from hoist.scheduler.spans import Span
 from hoist.scheduler.trace import Trace
 from hoist.scheduler.trace_file import base_nanoseconds
 from hoist.scheduler.traced import Traced

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hoist.scheduler.executor import Span
 from hoist.scheduler.ops import Lane
+from hoist.scheduler.spans import Span
 from hoist.tools.sizes import show_bytes
 
 #: Those of a step; commits run apart from it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hoist.scheduler.executor import Span
 from hoist.scheduler.ops import Kind, Op
+from hoist.scheduler.spans import Span
 from hoist.tools.bench.lanes import draw_timeline, idle_share
 
 
