@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _PINNING_KINDS = frozenset({"cuda"})
 #: How errors of a driver begin that torch raises as plain RuntimeError.
 _DRIVER_ERROR = re.compile(r"(CUDA|HIP|CUBLAS|CUDNN|ROCBLAS|HIPBLAS|MIOPEN|XPU|SYCL|Native API)\b.*(error|fail)", re.I)
+#: What such an error says where there was no memory.
+_NO_MEMORY = re.compile(r"out of memory|ALLOC_FAILED", re.I)
 
 
 def device_error(name: str, error: BaseException) -> DeviceError | None:
@@ -32,11 +34,13 @@ def device_error(name: str, error: BaseException) -> DeviceError | None:
     if isinstance(error, HoistError):  # of a mark that was waited for, and some of them are RuntimeErrors, too
         return None
     first_line = _first_line(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    # Libraries and drivers allocate beside torch, and say so in errors of their own.
+    is_driver_error = isinstance(error, torch.AcceleratorError) or _DRIVER_ERROR.match(first_line) is not None
+    if isinstance(error, torch.OutOfMemoryError) or (is_driver_error and _NO_MEMORY.search(first_line)):
         # "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...": enough is enough.
         what = ". ".join(first_line.split(". ")[:2])
         return DeviceError(f"{name}: {what}; give a smaller --micro-batch-size or --device-memory")
-    if isinstance(error, torch.AcceleratorError) or _DRIVER_ERROR.match(first_line):
+    if is_driver_error:
         return DeviceError(
             f"{name} failed: {first_line}; the run goes on from its last commit when it is started again, "
             "and if this comes back, look for the driver's messages in dmesg"

@@ -156,6 +156,11 @@ def test_what_work_of_other_streams_uses_lives_until_its_mark_is_waited_for(on_c
             torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"),
             r"cuda:0 failed: CUDA error: an illegal memory access was encountered; .*last commit.*dmesg",
         ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            r"cuda:0: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when .*; give a smaller --micro-batch-size or --device-",
+        ),
+        (torch.AcceleratorError("CUDA error: out of memory\nmore"), "cuda:0: CUDA error: out of memory; give"),
         (RuntimeError("CUDA error: unspecified launch failure"), "cuda:0 failed: CUDA error: unspecified launch"),
         (RuntimeError("HIP error: invalid device function"), "cuda:0 failed: HIP error: invalid device function"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "cuda:0 failed: cuDNN error"),
