@@ -165,6 +165,18 @@ def private_rng(seed: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def training_modes(device: torch.device) -> Iterator[None]:
+    """Gradients on, no inference mode, no autocast on the host or on ``device``: whatever the caller's modes are."""
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Around a forward without dropout; afterwards every module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]

@@ -28,7 +28,7 @@ from hoist.scheduler.context import Context
 from hoist.scheduler.executor import Done, Executor, Mark
 from hoist.scheduler.link import link
 from hoist.scheduler.memory import STATE_BYTES
-from hoist.scheduler.models import private_rng
+from hoist.scheduler.models import private_rng, training_modes
 from hoist.scheduler.ops import Op
 from hoist.scheduler.places import Places, put_weights
 from hoist.scheduler.plan import vertical
@@ -119,9 +119,7 @@ def measure(
     try:
         with (
             private_rng(),
-            torch.inference_mode(mode=False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
+            training_modes(torch.device("cpu")),
             compiled(model, config.backend_in_force),
             explained(config.backend_in_force),
         ):

@@ -17,8 +17,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
-
 from hoist.scheduler.annotate import Annotated, OpNames
 from hoist.scheduler.batches import Batch
 from hoist.scheduler.collect import Collector
@@ -31,7 +29,7 @@ from hoist.scheduler.link import LinkedPlan, link
 from hoist.scheduler.memory import STATE_BYTES, MemoryPlan
 from hoist.scheduler.metrics import CommitTotals, EvalMetrics, StepMetrics, TrainerStatistics
 from hoist.scheduler.metrics_log import MetricsLog
-from hoist.scheduler.models import evaluating, private_rng
+from hoist.scheduler.models import evaluating, private_rng, training_modes
 from hoist.scheduler.op_bytes import Crossing, OpBytes
 from hoist.scheduler.ops import DEVICE_KINDS
 from hoist.scheduler.plan import evaluation
@@ -153,12 +151,14 @@ class Trainer:
         self._store = store
         self._engine = store.counted(engine)
         self._device = HereDevice() if device is None else device
-        self._setup = setup or prepare(model, store.layouts, config, device=self._device)
+        with training_modes(self._device.torch_device):
+            self._setup = setup or prepare(model, store.layouts, config, device=self._device)
         self._predicted_seconds = None if prediction is None else float(prediction["seconds"])
         #: What :meth:`close` ends, in the reverse of the order in which it was begun.
         self._open = ExitStack()
         try:
-            self._begin(baseline_bytes, prediction, wear, trace)
+            with training_modes(self._device.torch_device):  # buffers made in inference mode would take no gradient
+                self._begin(baseline_bytes, prediction, wear, trace)
         except BaseException:
             self._open.close()
             raise
@@ -475,13 +475,7 @@ class Trainer:
             if self._closed:
                 raise ConfigError("this trainer is closed; open the store with a new one")
             self._executor.check()
-            kind = self._device.torch_device.type
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                torch.autocast("cpu", enabled=False),
-                torch.autocast(kind, enabled=False),
-            ):
+            with training_modes(self._device.torch_device):
                 yield
         except ConfigError:
             raise  # nothing was done

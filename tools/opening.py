@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from hoist.scheduler.config import TrainerConfig
 from hoist.scheduler.creation import create_store, initialised
 from hoist.scheduler.errors import ConfigError
 from hoist.scheduler.freezing import choose_trained, train_only, trained_names
-from hoist.scheduler.models import build_model
+from hoist.scheduler.models import build_model, training_modes
 from hoist.scheduler.module_stages import ModuleModel
 from hoist.scheduler.setup import lay_out_stages, prepare
 from hoist.scheduler.stages import split
@@ -52,8 +53,24 @@ from hoist.tools.model_files import (
 from hoist.tools.opening_modules import open_module_trainer
 from hoist.tools.presets import load_model_source
 
+_P = ParamSpec("_P")
+
+
+def _opened_as_for_training(opening: Callable[_P, Iterator[Trainer]]) -> Callable[_P, Iterator[Trainer]]:
+    """The same opening in the modes that training needs, whatever the caller's are; those are its own again inside."""
+
+    @wraps(opening)
+    def opened(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[Trainer]:
+        with ExitStack() as stack:
+            with training_modes(torch.device("cpu")):
+                trainer = stack.enter_context(contextmanager(opening)(*args, **kwargs))
+            yield trainer
+
+    return opened
+
 
 @contextmanager
+@_opened_as_for_training
 def open_trainer(
     store: str | Path | Sequence[str | Path],
     *,

@@ -7,7 +7,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,16 @@ def test_modes_of_the_caller_do_not_reach_the_step(
 ) -> None:
     assert around(trainer) == losses[0]
     assert trainer.step([batch(1)]).loss == losses[1]  # so the first step was an update
+
+
+@pytest.mark.parametrize("modes", [torch.no_grad, torch.inference_mode])
+def test_nor_do_those_in_which_it_was_opened(
+    modes: Callable[[], AbstractContextManager[None]], losses: list[float], tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        with modes():
+            opened = stack.enter_context(contextmanager(make)(tmp_path))
+        assert [opened.step([batch(seed)]).loss for seed in range(2)] == losses
 
 
 def _changed(key: str, position: tuple[int, int], value: int) -> Batch:
