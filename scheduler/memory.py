@@ -345,11 +345,11 @@ class MemoryPlan:
         )
 
     def _room_parts(self) -> tuple[tuple[str, int], ...]:
-        return (
+        parts = (
             ("workspace of a stage", max(stage.workspace for stage in self.demand.stages)),
             ("masks, positions, batches", self.demand.context_bytes),
-            ("workspaces of libraries", self.demand.library_bytes),
         )
+        return (*parts, ("workspaces of libraries", self.demand.library_bytes)) if self.demand.separate else parts
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """The terms of the formula of host memory, for people: (label, bytes)."""
