@@ -95,10 +95,16 @@ def group() -> Iterator[Path]:
 
 
 @pytest.mark.cgroup
-def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group: Path) -> None:
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(Task(hidden=256, layers=45, vocab=2048, budget_mib=48), id="many-layers"),
+        pytest.param(Task(hidden=512, layers=32, vocab=2048, budget_mib=128), id="wide", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_many_budgets_lives_in_a_control_group(directory: Path, group: Path, task: Task) -> None:
     """Page cache counts there as well. Creation, three steps, resume, another step and export; nothing is killed."""
-    task = Task(directory=str(directory), hidden=512, layers=32, vocab=2048, budget_mib=128)
-    used, peak = run(replace(task, resumed_steps=1, export=True, group=str(group)))
+    used, peak = run(replace(task, directory=str(directory), resumed_steps=1, export=True, group=str(group)))
     print(f"{used}, sampled {peak / MIB:.1f} MiB")
     assert used.states >= 8 * used.budget
     assert 0 < used.group_peak <= used.group_limit

@@ -30,7 +30,7 @@ from hoist.tiers.store import Store
 from tests.support.branching import even_steps_only, spoiling, with_branch
 from tests.support.faults import quick_directory
 from tests.support.models import tiny_config
-from tests.support.sampling import thinned
+from tests.support.sampling import in_pairs, thinned
 from tests.support.training import (
     PLENTY_BYTES,
     Engine,
@@ -98,7 +98,7 @@ def unclipped(num_micro_batches: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_micro_batches", "clip_norm", "budget_factor"), thinned(12, PLANS, (1, 3), NORMS, (1.0, 50.0))
+    ("plan", "num_micro_batches", "clip_norm", "budget_factor"), in_pairs(PLANS, (1, 3), NORMS, (1.0, 50.0))
 )
 def test_clipping_is_torchs_formula_with_the_exact_norm(
     plan: Order, num_micro_batches: int, clip_norm: float, budget_factor: float, tmp_path: Path
@@ -212,9 +212,7 @@ def by_exact_norm(clip_norm: float) -> Outcome:
     return train_reference(config, make_steps(NUM_STEPS, 1), recipe, before_update=hook)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("clip_norm", [0.0, *NORMS])
+@pytest.mark.parametrize(("clip_norm", "delay", "mode"), in_pairs((0.0, *NORMS), DELAYS, MODES))
 def test_any_delay_and_mode_give_the_same_bits(clip_norm: float, delay: float, mode: ClipMode, tmp_path: Path) -> None:
     """In parts, with a resume at the turn of step 3. Not to clip is to clip at a norm that is never reached; and the
     rate of every update is the schedule's, before and after the resume."""
@@ -277,9 +275,7 @@ def test_what_is_no_norm_is_refused(clip_norm: float) -> None:
 # ---------------------------------------------------------------------- steps without a finite norm
 
 
-@pytest.mark.parametrize("factor", [math.inf, math.nan])
-@pytest.mark.parametrize("budget_factor", [1.0, 50.0])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "budget_factor", "factor"), in_pairs(PLANS, (1.0, 50.0), (math.inf, math.nan)))
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(
     plan: Order, budget_factor: float, factor: float, tmp_path: Path
 ) -> None:

@@ -36,7 +36,6 @@ from tests.support.faults import (
     nothing_left_behind,
     quick_directory,
     snapshot,
-    undisturbed_courses,
 )
 from tests.support.training import torch_threads
 
@@ -48,10 +47,10 @@ FAULTS = (Fail(code=errno.EIO), Fail(code=errno.ENOSPC), Fail(code=errno.EIO, af
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def courses() -> Iterator[dict[str, Course]]:
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed_courses(folder)
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture

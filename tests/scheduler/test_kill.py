@@ -10,7 +10,8 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from tests.support.faults import (
     job,
     quick_directory,
     snapshot,
-    undisturbed_courses,
 )
 from tests.support.kills import (
     COMMIT_MOMENTS,
@@ -95,23 +95,20 @@ def why_not_open(directory: Path) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def courses() -> Iterator[dict[str, Course]]:
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed_courses(folder)
+def counts(courses: dict[str, Course]) -> Callable[[str], Counter[str]]:
+    """How often each moment comes in a setting's last step alone, counted once: in a longer run it comes more often."""
 
-
-@pytest.fixture(scope="module")
-def counts(courses: dict[str, Course]) -> dict[str, Counter[str]]:
-    """How often each moment comes in a run of the last step alone: in a longer one it comes more often."""
-    counted = {}
-    for name, course in courses.items():
+    def count(name: str) -> Counter[str]:
         with quick_directory() as folder:
-            directory = copy_store(course.store, folder / "store")
+            directory = copy_store(courses[name].store, folder / "store")
             with DirectEngine(num_threads=2) as engine, torch_threads(1):
                 go_on(SETTINGS[name](), directory, engine, upto=NUM_STEPS - 1)
-            code, counted[name] = run_in_process(train_until_killed, name, directory, NEVER)
+            code, counted = run_in_process(train_until_killed, name, directory, NEVER)
         assert code == 0
-    return counted
+        assert isinstance(counted, Counter)
+        return counted
+
+    return cache(count)
 
 
 @pytest.fixture
@@ -137,7 +134,7 @@ def deaths(counts: Counter[str], seed: int) -> list[list[Death]]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_killed_again_and_again(
-    name: str, seed: int, courses: dict[str, Course], counts: dict[str, Counter[str]], quick_path: Path
+    name: str, seed: int, courses: dict[str, Course], counts: Callable[[str], Counter[str]], quick_path: Path
 ) -> None:
     """Every moment that the setting has, at a drawn occurrence. What was written outlives a process on any drive."""
     setup = SETTINGS[name]().setup
@@ -150,9 +147,9 @@ def test_killed_again_and_again(
         expected.remove("delayed update")
     if not setup.scratch_bytes:
         expected.remove("inside a write to scratch")
-    assert counts[name].keys() == expected
+    assert counts(name).keys() == expected
     course = courses[name]
-    for number, chain in enumerate(deaths(counts[name], seed)):
+    for number, chain in enumerate(deaths(counts(name), seed)):
         directory = copy_store(course.store, quick_path / str(number))
         step = 0
         _, left = run_in_process(killed_in_turn, name, directory, chain)

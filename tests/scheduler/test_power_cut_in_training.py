@@ -5,7 +5,8 @@ What a power cut may leave is `tests/support/power.py`'s business; the store alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +18,13 @@ from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
 from tests.support.faults import (
     NUM_STEPS,
+    RARE,
     SETTINGS,
     Course,
     copy_store,
     go_on,
     quick_directory,
     snapshot,
-    undisturbed_courses,
 )
 from tests.support.power import Drive, RecordedEngine, Recorder, Recording, places_to_cut, recording, write_tree
 from tests.support.processes import run_in_process
@@ -31,6 +32,8 @@ from tests.support.training import torch_threads
 from tests.support.wrong_commits import FlushAfterwards, LateSettling, NoFlush
 
 pytestmark = pytest.mark.timeout(600)
+
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else []) for name in SETTINGS]
 
 
 class PromisingStore(Store):
@@ -69,14 +72,9 @@ def record(course: Course, name: str, sequence: type[CommitSequence] = CommitSeq
 
 
 @pytest.fixture(scope="module")
-def courses() -> Iterator[dict[str, Course]]:
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed_courses(folder)
-
-
-@pytest.fixture(scope="module")
-def recordings(courses: dict[str, Course]) -> dict[str, Recording]:
-    return {name: record(courses[name], name) for name in SETTINGS}
+def recordings(courses: dict[str, Course]) -> Callable[[str], Recording]:
+    """Of a setting's whole run; each is made once."""
+    return cache(lambda name: record(courses[name], name))
 
 
 def check_cut(name: str, course: Course, recorded: Recording, place: int, seed: int) -> int:
@@ -96,15 +94,15 @@ def check_cut(name: str, course: Course, recorded: Recording, place: int, seed: 
 @pytest.mark.parametrize(
     "part", [pytest.param(part, marks=[] if not part else pytest.mark.slow) for part in range(13)]
 )
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_power_cut_changes_no_bit_of_a_run(
-    name: str, part: int, courses: dict[str, Course], recordings: dict[str, Recording]
+    name: str, part: int, courses: dict[str, Course], recordings: Callable[[str], Recording]
 ) -> None:
     seeds = range(part * 8, part * 8 + 8)
     with torch_threads(1):
         steps = {
-            check_cut(name, courses[name], recordings[name], place, seed)
-            for seed, place in places_to_cut(recordings[name], seeds)
+            check_cut(name, courses[name], recordings(name), place, seed)
+            for seed, place in places_to_cut(recordings(name), seeds)
         }
     assert len(steps) > 1
 

@@ -138,16 +138,24 @@ def runs(
 # ---------------------------------------------------------------------- drives that fail in the run
 
 
+TRANSFERS = (
+    ("write", "scratch/waiting-gradients", errno.ENOSPC, 2),
+    ("read", "scratch/waiting-gradients", errno.EIO, 2),
+    ("read", "/stages/", errno.EIO, 200),
+    ("write", "/stages/", errno.EIO, 30),
+    ("write", "/stages/", errno.ENOSPC, 90),
+    ("flush", "/stages/", errno.EIO, 5),
+)
+
+
 @pytest.mark.parametrize(
-    ("operation", "where", "code", "number"),
+    ("runs", "operation", "where", "code", "number"),
     [
-        ("write", "scratch/waiting-gradients", errno.ENOSPC, 2),
-        ("read", "scratch/waiting-gradients", errno.EIO, 2),
-        ("read", "/stages/", errno.EIO, 200),
-        ("write", "/stages/", errno.EIO, 30),
-        ("write", "/stages/", errno.ENOSPC, 90),
-        ("flush", "/stages/", errno.EIO, 5),
+        pytest.param(name, *transfer, marks=pytest.mark.slow if (place + row) % 2 else [])
+        for row, transfer in enumerate(TRANSFERS)
+        for place, name in enumerate(SETTINGS)
     ],
+    indirect=["runs"],
 )
 def test_a_transfer_fails(operation: str, where: str, code: int, number: int, runs: Runs) -> None:
     rule = Nth(operation, number, Fail(code=code), where=where)
