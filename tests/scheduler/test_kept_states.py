@@ -6,6 +6,7 @@ What is worth keeping is `test_kept_candidates.py`'s part, plans with kept chunk
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from hoist.scheduler.config import ClipMode, Order
 from hoist.scheduler.memory import STATE_BYTES
 from hoist.tiers.io.direct import DirectEngine
 from hoist.tiers.store import Store
+from tests.support.faults import quick_directory
 from tests.support.models import tiny_config
 from tests.support.sampling import thinned
 from tests.support.training import (
     Engine,
+    Outcome,
     Recipe,
     assert_identical,
     assert_identical_states,
@@ -40,6 +43,13 @@ ROOMY = 60.0
 def _one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
+
+
+@cache
+def with_nothing_kept(plan: Order, recipe: Recipe) -> Outcome:
+    with quick_directory() as folder:
+        engine = Engine(plan=plan, budget_factor=ROOMY)
+        return train(folder / "store", tiny_config("llama"), make_steps(4, 2), recipe, engine)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +75,7 @@ def test_the_result_does_not_depend_on_what_is_kept(
     if clip_mode is None:
         assert_identical(outcomes[0], train_reference(tiny_config("llama"), steps, recipe))
     else:
-        plain = Engine(plan=plan, budget_factor=ROOMY)
-        assert_identical(outcomes[0], train(tmp_path / "plain", tiny_config("llama"), steps, recipe, plain))
+        assert_identical(outcomes[0], with_nothing_kept(plan, recipe))
     assert_identical(outcomes[1], outcomes[0])
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hoist.scheduler.runtime import Runtime
 from hoist.scheduler.trainer import Trainer
 from hoist.tiers.errors import StoreRefusedError
 from tests.support.branching import even_steps_only, spoiling, with_branch
+from tests.support.faults import quick_directory
 from tests.support.models import tiny_config
 from tests.support.sampling import in_pairs, thinned
 from tests.support.training import (
@@ -47,8 +49,11 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def exactly(directory: Path, recipe: Recipe) -> Outcome:
-    return train(directory, tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, Engine(budget_factor=50.0))
+@cache
+def exactly(recipe: Recipe) -> Outcome:
+    with quick_directory() as folder:
+        steps = make_steps(NUM_STEPS, 2)
+        return train(folder / "store", tiny_config("llama"), steps, recipe, Engine(budget_factor=50.0))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_guessing_gives_the_bits_of_exact_clipping(
         plan=plan, delay=delay, clip_mode="speculative", commit_every=commit_every, budget_factor=budget_factor
     )
     got = train(tmp_path / "store", tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, engine)
-    expected = exactly(tmp_path / "exact", recipe)
+    expected = exactly(recipe)
     assert_identical(got, expected)
     for mine, other in zip(got.metrics, expected.metrics, strict=True):
         assert (mine.grad_norm, mine.clip_scale, mine.lr) == (other.grad_norm, other.clip_scale, other.lr)
@@ -96,7 +101,7 @@ def test_guesses_from_gradients_that_are_not_finite_are_taken_back(
         clip_mode="speculative", commit_every=commit_every, budget_factor=budget_factor, max_chunk_elements=4096
     )
     got = train(tmp_path / "store", tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, engine)
-    assert_identical(got, exactly(tmp_path / "exact", recipe))
+    assert_identical(got, exactly(recipe))
     assert [done.skipped_steps for done in got.metrics] == [0, 1, 1, 1]
 
 
@@ -126,7 +131,7 @@ def test_a_norm_that_is_known_in_the_middle_of_a_chunk_changes_nothing(
     factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(clip_norm=1e-2, alter=with_branch, before_step=spoiling({2: factor}))
-    expected = exactly(tmp_path / "exact", recipe)
+    expected = exactly(recipe)
     monkeypatch.setattr(Trainer, "runtime_kind", LateUpdates)
     engine = Engine(clip_mode="speculative", commit_every=1, budget_factor=50.0)
     got = train(tmp_path / "store", tiny_config("llama"), make_steps(NUM_STEPS, 2), recipe, engine)
@@ -162,7 +167,7 @@ def test_a_run_in_parts_equals_the_uninterrupted_one(commit_every: int, tmp_path
     engine = Engine(clip_mode="speculative", commit_every=commit_every)
     for stop, part in ((2, engine), (3, replace(engine, clip_mode="exact")), (4, engine)):
         last = train(tmp_path / "store", config, steps[:stop], recipe, part, commit_at_end=stop == 4)
-    expected = exactly(tmp_path / "exact", recipe)
+    expected = exactly(recipe)
     assert last.losses == expected.losses[-len(last.losses) :]
     assert_identical(replace(last, losses=expected.losses, initial=expected.initial), expected)
 
