@@ -110,7 +110,7 @@ def _told(backend: str, error: Exception) -> str:
     reason = (f"{first} {more[0]}" if first.endswith(":") and more else first).rstrip(".;")
     if isinstance(error, InvalidBackend):
         names = ", ".join(torch._dynamo.list_backends())
-        return f"compile_backend: {backend!r} is none of torch's backends: {names}, eager, aot_eager"
+        return f"--compile-backend: {backend!r} is none of torch's backends: {names}, eager, aot_eager"
     if "C++ compiler" in reason:
         return f"--compile: torch finds no C++ compiler ({reason}); install g++ (or name one in CXX), or leave it out"
     if "riton" in reason:

@@ -520,7 +520,7 @@ def divide(
             parts = ", ".join(f"{label} {_mib(size)}" for label, size in terms if size)
             raise BudgetError(
                 f"{option}: {_mib(given)} is too small; at least {_mib(need)} are needed ({parts}); "
-                f"give {option} {-(-need // 2**20)}MiB or more, or a smaller --micro-batch-size or --seq-len"
+                f"give {option} {-(-need // 2**20)}MiB or more, {_instead(demand, option)}"
             )
 
     def take(wanted: MemoryPlan) -> bool:
@@ -614,6 +614,16 @@ def piece_limit(chunk_elements: Sequence[int], configured: int) -> int:
     """The largest piece of use: no larger than the largest chunk, rounded up to 4096, nor than configured."""
     largest = max((elements for elements in chunk_elements), default=CHUNK_QUANTUM_ELEMENTS)
     return min(configured, round_up(max(largest, 1), CHUNK_QUANTUM_ELEMENTS))
+
+
+def _instead(demand: Demand, option: str) -> str:
+    """What takes less of the memory that an option bounds."""
+    ways = []
+    if demand.compiler_bytes and option == "--host-memory":
+        ways.append("leave out --compile")
+    if demand.num_weight_buffers > 2 and (option == "--device-memory" or not demand.separate):
+        ways.append("fewer --weight-buffers")
+    return "".join(f"or {way}, " for way in ways) + "or a smaller --micro-batch-size or --seq-len"
 
 
 def _mib(num_bytes: int) -> str:

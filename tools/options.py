@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 import types
 import typing
@@ -273,8 +274,11 @@ class TrainOptions:
                 raise ConfigError(f"{flag(name)}: '' is not allowed; give a path")
         if self.device == "":
             raise ConfigError("--device: '' is not allowed; give auto, cpu, or a device like cuda:1")
-        if self.optim_device == "":
-            raise ConfigError("--optim-device: '' is not allowed; give cpu or device")
+        if re.fullmatch(r"cpu|device|(cuda|xpu)(:\d+)?", self.optim_device) is None:
+            raise ConfigError(
+                f"--optim-device: {self.optim_device!r} is not allowed; give cpu, device, or the name of what "
+                "computes, like cuda:1"
+            )
         self.host_memory_bytes()
         self.device_memory_bytes()
         self.tbw_bytes()
@@ -507,6 +511,8 @@ def _parse_betas(text: str) -> tuple[float, float]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -125,7 +125,7 @@ def test_the_budget_has_room_for_all_gradients_of_a_layer_at_once() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(CompileError, match=r"compile_backend: 'nonsense' is none of torch's backends: .*aot_eager"):
+    with pytest.raises(CompileError, match=r"--compile-backend: 'nonsense' is none of torch's backends: .*aot_eager"):
         compiling.check("nonsense")
     with pytest.raises(ConfigError, match="compile_backend: '' is no backend's name"):
         replace(trainer_config(RECIPE, Engine(), make_steps(1, 1), PLENTY_BYTES), compile_backend="")

@@ -84,7 +84,8 @@ def resolve(name: str, machine: Machine) -> str:
         return name
     match = re.fullmatch(r"([a-z]+)(?::(\d+))?", name)
     if match is None or match[1] not in _KIND_NAMES:
-        raise RefusalError(f"--device: got {name!r}, must be auto or {_listed(machine)}")
+        others = "" if usable else "; accelerators have torch's names (cuda, cuda:1, xpu:0), and there is none here"
+        raise RefusalError(f"--device: got {name!r}, must be auto or {_listed(machine)}{others}")
     kind, index = match[1], int(match[2] or 0)
     if kind in _SHARING_KINDS:
         raise RefusalError(f"--device {name}: its memory is the host's, which hoist does not compute in; give cpu")

@@ -203,9 +203,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m hoist.tools.bench.gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive: stores come and go there")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the drive, with 45 GB free; default: here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where gpu.json is written; default: --directory")
-    parser.add_argument("--device", default="cuda", help="as of hoist train; cpu tries what needs no device's memory")
+    parser.add_argument("--device", default="cuda", help="as of hoist train, default cuda; cpu tries what it can")
     parser.add_argument("--io", default="auto", help="engine of the parts that do not time one: auto, direct, kvikio")
     parser.add_argument("--small", action="store_true", help="tiny sizes: does everything run? Times say nothing")
     parser.add_argument("--part", action="append", choices=[task.name for task in TASKS], help="this one alone; repeat")

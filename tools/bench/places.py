@@ -74,7 +74,7 @@ def refuse_place(directory: Path, *, needed_bytes: int = 0, on_drive: bool = Fal
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"{directory}: has {show_bytes(free_bytes)} free, and about {show_bytes(needed_bytes)} are needed; make "
-            "room, or measure a smaller model"
+            "room, or measure something smaller"
         )
 
 

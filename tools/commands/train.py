@@ -307,7 +307,8 @@ def train(
         str | None,
         typer.Option(
             metavar="SIZE", rich_help_panel=_MACHINE,
-            help="Budget for an accelerator's memory. Default auto: 90% of what is free there. With cpu there is none.",
+            help="Budget for an accelerator's memory. Default auto: 90% of what is free there. Not allowed with cpu, "
+            "whose memory is the host's.",
         ),
     ] = None,
     optim_device: Annotated[
@@ -365,8 +366,8 @@ def train(
         str | None,
         typer.Option(
             metavar="N", rich_help_panel=_MACHINE,
-            help="Weight buffers, each for one stage, that stages take in turn: one less is read ahead. The same "
-            "results. Default 2.",
+            help="Buffers that stages' weights take in turn: with N of them, N - 1 stages are read while one computes, "
+            "and N are in memory. The same results. At least 2, the default.",
         ),
     ] = None,
     loss_slice_tokens: Annotated[
@@ -381,8 +382,8 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME", rich_help_panel=_MACHINE,
-            help="What layers compute with: float32, bfloat16, or auto (default: float32 on a CPU). Weights, moments "
-            "and sums of gradients are float32 in any case.",
+            help="What layers compute with: float32, bfloat16, or auto (default: bfloat16 on an accelerator that has "
+            "it, else float32). Weights, moments and sums of gradients are float32 in any case.",
         ),
     ] = None,
     io: Annotated[
