@@ -60,13 +60,13 @@ def kept_rows(columns: Sequence[Sequence[float | None]], *, most: int = TABLE_RO
 OP_GROUPS: dict[str, tuple[str, ...]] = {
     "forward": ("forward", "evaluate"),
     "backward": ("backward", "loss"),
-    "weights": ("read_weights", "merge", "read_frozen", "widen", "bind", "unbind"),
+    "weights": ("read_weights", "merge", "read_frozen", "widen", "bind", "unbind", "refresh"),
     "states": ("read_states", "write_states", "read_kept", "write_kept"),
     "spills": (
         "spill_activation", "fetch_activation", "stash_gradient", "spill_gradient", "fetch_gradient",
-        "lower_activation", "raise_activation",
+        "lower_activation", "raise_activation", "download",
     ),
-    "updates": ("update", "norm"),
+    "updates": ("update", "device_update", "norm"),
     "commit": ("commit",),
 }  # fmt: skip
 OTHER_GROUP = "other"

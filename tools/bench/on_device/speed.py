@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +177,7 @@ def through_copies(request: Request, make_device: MakeDevice) -> Iterator[Row]:
 
 
 def updated_there(request: Request, make_device: MakeDevice) -> Iterator[Row]:
-    """Steps whose updates run on the device, where this version can. A part (see `request.py`)."""
-    if not any(field.name == "optim_device" for field in fields(TrainerConfig)):
-        yield Row(what="updates on the device", found="not looked at: this version makes them on the CPU alone")
-        return
+    """Steps whose updates run on the device. A part (see `request.py`)."""
     yield from _steps(
         request, make_device, "on the drive, updates on the device", 0, io="direct", optim_device="device"
     )
