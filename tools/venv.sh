@@ -40,4 +40,4 @@ case "$*" in
 esac
 echo "installing hoist and torch into $directory: about 1.2 GB, a minute or two" >&2
 "$python" -m venv "$directory"
-"$directory/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt "$@"
+"$directory/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"
