@@ -35,6 +35,7 @@ from hoist.scheduler.updates import Updates
 from hoist.tiers import heap
 from hoist.tiers.device import Device
 from hoist.tiers.device import Mark as DeviceMark
+from hoist.tiers.device.base import copying
 from hoist.tiers.errors import DeviceError, TransferError
 from hoist.tiers.format import WEIGHT_ARRAYS, StateArray
 from hoist.tiers.io.base import IoEngine
@@ -62,11 +63,6 @@ def accumulate_into(target: Target) -> Callable[[Tensor], None]:
 def _boundary(op: Op, offset: int) -> Item:
     """The boundary activation behind stage ``op.stage + offset`` for the op's micro-batch."""
     return Item(ItemKind.ACTIVATION, op.stage + offset, op.micro_batch)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Between host memory and a device's, as work for a stream."""
-    target.copy_(source, non_blocking=True)
 
 
 def mask_seed(seed: int, step: int, stage: int, micro_batch: int) -> int:
@@ -698,14 +694,14 @@ class Runtime:
     def _lower_activation(self, op: Op, state: StepState) -> Work:
         source, target = self._places.activations[op.slot], self._places.host_activations[op.host_slot]
         return Work(
-            partial(_copy, target, source),
+            copying(target, source),
             partial(self._manager.lower, _boundary(op, 0), op.host_slot, target.nbytes),
         )
 
     def _raise_activation(self, op: Op, state: StepState) -> Work:
         source, target = self._places.host_activations[op.host_slot], self._places.activations[op.slot]
         return Work(
-            partial(_copy, target, source),
+            copying(target, source),
             partial(self._manager.lift, _boundary(op, 0), op.slot, target.nbytes),
         )
 

@@ -5,7 +5,7 @@ The device's streams run late (`tests/support/late_device.py`), ops in an unluck
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -19,26 +19,17 @@ from tests.support.disorder import Mutation, disordered, without_reads, without_
 from tests.support.engines import PoisoningEngine
 from tests.support.faults import (
     NUM_STEPS,
-    SETTINGS,
     Course,
     copy_store,
     go_on,
     late_job,
     quick_directory,
     snapshot,
-    undisturbed,
 )
 from tests.support.late_device import LateDevice
 from tests.support.training import torch_threads
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def course() -> Iterator[Course]:
-    """On the CPU, in order: of every setting that does not clip."""
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed(SETTINGS["vertical"](), folder / "vertical")
 
 
 def check_same(name: str, course: Course, *, kind: type[Trainer], seed: int) -> None:

@@ -31,9 +31,7 @@ from tests.support.faults import (
     go_on,
     late_job,
     nothing_left_behind,
-    quick_directory,
     snapshot,
-    undisturbed,
 )
 from tests.support.late_device import DeviceFault, LateDevice, NthWork, WorkRule, out_of_memory
 from tests.support.training import torch_threads
@@ -52,19 +50,6 @@ BOUNCES = ("bounce-up", "bounce-down")
 def _one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
-
-
-@pytest.fixture(scope="module")
-def course() -> Iterator[Course]:
-    """Of all settings that do not clip, on the CPU: what a late device must give too."""
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed(SETTINGS["vertical"](), folder / "vertical")
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    with quick_directory() as folder:
-        yield folder
 
 
 class OpRule:

@@ -38,9 +38,7 @@ from tests.support.faults import (
     go_on,
     job,
     late_job,
-    quick_directory,
     snapshot,
-    undisturbed,
 )
 from tests.support.kills import Death, TickingEngine, TickingTrainer, ticking
 from tests.support.late_device import LateDevice
@@ -55,19 +53,6 @@ pytestmark = pytest.mark.timeout(240)
 def _one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
-
-
-@pytest.fixture(scope="module")
-def course() -> Iterator[Course]:
-    """On the CPU: of every setting that does not clip."""
-    with quick_directory() as folder, torch_threads(1):
-        yield undisturbed(SETTINGS["vertical"](), folder / "vertical")
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    with quick_directory() as folder:
-        yield folder
 
 
 # ---------------------------------------------------------------------- waits and memory

@@ -10,7 +10,7 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -109,12 +109,6 @@ def counts(courses: dict[str, Course]) -> Callable[[str], Counter[str]]:
         return counted
 
     return cache(count)
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    with quick_directory() as folder:
-        yield folder
 
 
 def deaths(counts: Counter[str], seed: int) -> list[list[Death]]:
